@@ -1,0 +1,57 @@
+# Every target is one line to a documented command; CONTRIBUTING.md says what each is for.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
+
+.PHONY: help demo serve test test-interpreters check fix proto check-proto kernels bench
+
+help:
+	@echo "make demo | serve | test | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
+
+demo: $(INSTALLED)
+	$(BIN)/dqkv demo
+
+serve: $(INSTALLED)
+	$(BIN)/dqkv serve
+
+test: test-interpreters
+	$(BIN)/pytest tests
+
+test-interpreters: $(INSTALLED)
+	$(BIN)/python tests/interpreters.py 3.12 3.13
+
+check: $(INSTALLED) check-proto
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint
+
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+GENERATED := service
+proto: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto --python_out=$(GENERATED) --pyi_out=$(GENERATED) --grpc_python_out=$(GENERATED) --mypy_grpc_out=quiet:$(GENERATED) proto/dqkv/v1/*.proto
+
+# The committed code has to be what proto/ generates: generated again beside it, and compared.
+check-proto: $(INSTALLED)
+	rm -rf build/proto && mkdir -p build/proto && $(MAKE) --no-print-directory proto GENERATED=build/proto
+	diff -r --exclude=__pycache__ --exclude=__init__.py build/proto/dqkv/v1 service/dqkv/v1
+
+kernels: $(INSTALLED)
+	$(PIP) --no-build-isolation -e '.[compile]'
+	$(BIN)/dqkv kernels build
+
+bench: $(INSTALLED)
+	set -e; for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dqkv needs Python 3.11 or newer; make PYTHON=... names one")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation -e '.[server,client-torch,dev]'
+	@touch $@
