@@ -1,0 +1,1 @@
+"""Memory that processes share: blocks, staging pools, regions and their leases."""
