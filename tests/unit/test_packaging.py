@@ -43,6 +43,12 @@ def test_importing_the_client_brings_neither_torch_nor_the_server():
     assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
 
 
+def test_generated_code_imports_without_a_warning():
+    command = [sys.executable, "-W", "error", "-c", "import dqkv.v1.gradient_pb2_grpc"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_modules_are_short_and_say_what_they_are(path):
     if path.is_relative_to(ROOT / "service/dqkv/v1"):
