@@ -55,9 +55,7 @@ _ROLE_NUMBERS: dict[str, pb.TensorRole] = {role: number for number, role in _ROL
 
 
 # ---- problems
-def encode_problem(
-    problem: Problem[Location], outputs: Mapping[str, Tensor[InRegion]] | None = None
-) -> pb.Problem:
+def encode_problem(problem: Problem[Location], outputs: Mapping[str, Tensor[InRegion]] | None = None) -> pb.Problem:
     """A problem as a message; `outputs` are the gradients, by role, that the server writes into regions."""
     options = problem.options
     message = pb.Problem(
@@ -73,9 +71,7 @@ def encode_problem(
             ),
             softcap=options.softcap,
             deterministic=options.deterministic,
-            grad_dtype=pb.DATA_TYPE_UNSPECIFIED
-            if options.grad_dtype is None
-            else _DTYPE_NUMBERS[options.grad_dtype],
+            grad_dtype=pb.DATA_TYPE_UNSPECIFIED if options.grad_dtype is None else _DTYPE_NUMBERS[options.grad_dtype],
             arch=_ARCH_NUMBERS[options.arch],
             lse_scope=_SCOPE_NUMBERS[options.lse_scope],
         ),
@@ -121,9 +117,7 @@ def decode_outputs(message: pb.Problem, problem: Problem[Any]) -> dict[str, Tens
     for item in message.outputs:
         role = _ROLES.get(item.role)
         if role not in wanted:
-            raise errors.MessageInvalid(
-                f"outputs has role {item.role}, which this problem does not give", field="role"
-            )
+            raise errors.MessageInvalid(f"outputs has role {item.role}, which this problem does not give", field="role")
         if role in outputs:
             raise errors.MessageInvalid(f"output {role} was given twice", field=role)
         outputs[role] = _decode_slice(role, wanted[role].dtype, wanted[role].shape, item.region)
@@ -167,14 +161,10 @@ def inline_checksum(tensors: Iterable[Tensor[Location]]) -> int:
 def _decode_tensor(role: str, message: pb.Tensor, need_bytes: bool) -> Tensor[Location]:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
-        raise errors.MessageInvalid(
-            f"{role} has dtype {message.dtype}, which this server does not know", field=role
-        )
+        raise errors.MessageInvalid(f"{role} has dtype {message.dtype}, which this server does not know", field=role)
     shape = tuple(message.shape)
     if len(shape) > DIMENSIONS_LIMIT:
-        raise errors.ShapeMismatch(
-            f"{role} has {len(shape)} dimensions, the limit is {DIMENSIONS_LIMIT}", field=role
-        )
+        raise errors.ShapeMismatch(f"{role} has {len(shape)} dimensions, the limit is {DIMENSIONS_LIMIT}", field=role)
     source = message.WhichOneof("source")
     if source == "region":
         return _decode_slice(role, dtype, shape, message.region)
@@ -195,9 +185,7 @@ def _encode_slice(tensor: Tensor[Any], where: InRegion) -> pb.RegionSlice:
     return pb.RegionSlice(handle=where.handle, byte_offset=where.byte_offset, strides=strides)
 
 
-def _decode_slice(
-    role: str, dtype: DType, shape: tuple[int, ...], message: pb.RegionSlice
-) -> Tensor[InRegion]:
+def _decode_slice(role: str, dtype: DType, shape: tuple[int, ...], message: pb.RegionSlice) -> Tensor[InRegion]:
     if len(message.handle) != HANDLE_NBYTES:
         raise errors.MessageInvalid(
             f"{role} has a region handle of {len(message.handle)} bytes, must have {HANDLE_NBYTES}",
@@ -210,12 +198,8 @@ def _decode_slice(
         )
     strides = tuple(message.strides) or dense_strides(shape)
     if shape and len(strides) == len(shape) and shape[-1] > 1 and strides[-1] != 1:
-        raise errors.ShapeMismatch(
-            f"{role} has strides {strides} in its region, the last must be 1", field=role
-        )
-    return Tensor(
-        dtype=dtype, shape=shape, strides=strides, data=InRegion(bytes(message.handle), message.byte_offset)
-    )
+        raise errors.ShapeMismatch(f"{role} has strides {strides} in its region, the last must be 1", field=role)
+    return Tensor(dtype=dtype, shape=shape, strides=strides, data=InRegion(bytes(message.handle), message.byte_offset))
 
 
 # ---- lengths and options
@@ -320,14 +304,12 @@ def decode_error(status: status_pb2.Status | None, code: grpc.StatusCode, messag
     info, delay = error_details_pb2.ErrorInfo(), None
     for detail in status.details if status else ():
         retry = error_details_pb2.RetryInfo()
-        if detail.Is(info.DESCRIPTOR):
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
             detail.Unpack(info)
         elif detail.Unpack(retry):
             delay = retry.retry_delay.ToNanoseconds() / 1e9
     if info.domain == errors.ERROR_DOMAIN:
-        return errors.from_reason(
-            info.reason, message, field=info.metadata.get("field", ""), retry_after_s=delay
-        )
+        return errors.from_reason(info.reason, message, field=info.metadata.get("field", ""), retry_after_s=delay)
     kind = _TRANSPORT_ERRORS.get(code, errors.TransportError)
     return kind(f"{code.name}: {message}")
 

@@ -319,8 +319,6 @@ def table() -> dict[str, type[DqkvError]]:
     return {kind.reason: kind for kind in _tree(DqkvError)}
 
 
-def from_reason(
-    reason: str, message: str, *, field: str = "", retry_after_s: float | None = None
-) -> DqkvError:
+def from_reason(reason: str, message: str, *, field: str = "", retry_after_s: float | None = None) -> DqkvError:
     """The typed error for a reason that came over a wire; a reason of a newer server becomes `DqkvError`."""
     return table().get(reason, DqkvError)(message, field=field, retry_after_s=retry_after_s)

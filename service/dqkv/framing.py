@@ -75,7 +75,7 @@ def decode_response(raw: bytes) -> ResponseFrame:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a stream: its role and the memory its bytes come from or go to (contiguous, writable to receive)."""
+    """One tensor of a stream: its role and the contiguous memory that its bytes come from or go to."""
 
     role: str
     view: memoryview
@@ -149,9 +149,7 @@ class Receiver:
     def finish(self, trailer: pb.Trailer) -> None:
         """Checks that all bytes came as sent. Raises Truncated, ByteCountMismatch or ChecksumMismatch."""
         if self._received != self._total:
-            raise errors.Truncated(
-                f"the stream ended after {self._received} of {self._total} bytes", field="trailer"
-            )
+            raise errors.Truncated(f"the stream ended after {self._received} of {self._total} bytes", field="trailer")
         if trailer.total_bytes != self._total:
             raise errors.ByteCountMismatch(
                 f"the trailer says {trailer.total_bytes} bytes, the header {self._total}", field="trailer"

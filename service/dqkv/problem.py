@@ -1,4 +1,4 @@
-"""The vocabulary: what a request asks (`Problem`) and what the answer is (`Gradients`); a value checks itself when built.
+"""The vocabulary: what a request asks (`Problem`) and what answers it (`Gradients`); a value checks itself when built.
 
 Nothing here touches a tensor's bytes: `Tensor.data` says where they are, in whatever way the layer that built the
 value uses (an array, a slice of a region, a slot of staging memory), and is never looked at.
@@ -86,9 +86,7 @@ class Tensor(Generic[D_co]):
                 if value < 0 or value >= BYTES_LIMIT:
                     raise errors.SizeOverflow(f"{name} {values}: {value} is not in [0, 2**62)", field=name)
         if math.prod(self.shape) * self.dtype.itemsize >= BYTES_LIMIT or self.extent_nbytes >= BYTES_LIMIT:
-            raise errors.SizeOverflow(
-                f"shape {self.shape} in {self.dtype} is larger than 2**62 bytes", field="shape"
-            )
+            raise errors.SizeOverflow(f"shape {self.shape} in {self.dtype} is larger than 2**62 bytes", field="shape")
 
     @staticmethod
     def dense(dtype: DType, shape: Sequence[int], data: E) -> Tensor[E]:
@@ -176,9 +174,7 @@ class Options:
                 f"softmax_scale is {self.softmax_scale}, not a finite float32", field="softmax_scale"
             )
         if not 0.0 <= self.softcap <= FLOAT32_MAX:
-            raise errors.OptionInvalid(
-                f"softcap is {self.softcap}, below 0 or not a finite float32", field="softcap"
-            )
+            raise errors.OptionInvalid(f"softcap is {self.softcap}, below 0 or not a finite float32", field="softcap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +198,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes of a problem. rows_* count all rows in memory; seqlen_* the rows of a dense sequence, else the bound."""
+    """The sizes of a problem: rows_* count all rows in memory, seqlen_* those of the longest sequence."""
 
     batch_size: int
     rows_q: int
@@ -365,9 +361,7 @@ def _side(tensor: Tensor[Any], lengths: Lengths) -> tuple[int, int, int]:
     return len(lengths.cu_seqlens) - 1, longest, tensor.shape[0]
 
 
-def _starts_and_lengths(
-    lengths: Lengths, batch_size: int, seqlen: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _starts_and_lengths(lengths: Lengths, batch_size: int, seqlen: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if lengths.cu_seqlens is None:
         starts = np.arange(batch_size, dtype=np.int64) * seqlen
         counts = np.full(batch_size, seqlen, dtype=np.int64)
@@ -512,9 +506,7 @@ def _check_offsets(name: str, cu_seqlens: tuple[int, ...], rows: int) -> None:
                 field=name,
             )
     if cu_seqlens[-1] > rows:
-        raise errors.OffsetsInvalid(
-            f"{name} ends at {cu_seqlens[-1]}, the tensor has {rows} rows", field=name
-        )
+        raise errors.OffsetsInvalid(f"{name} ends at {cu_seqlens[-1]}, the tensor has {rows} rows", field=name)
 
 
 def _check_seqused(name: str, seqused: tuple[int, ...], allocated: NDArray[np.int64]) -> None:
