@@ -51,6 +51,7 @@ bench: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dqkv needs Python 3.11 or newer; make PYTHON=... names one")'
+	@echo "installing into $(VENV): about a minute, longer where torch comes with CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation -e '.[server,client-torch,dev]'

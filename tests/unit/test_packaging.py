@@ -29,6 +29,7 @@ def test_wheel_holds_the_two_packages_alone(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"dqkv", "dqkv_kernels"}
+    assert {"dqkv/py.typed", "dqkv_kernels/py.typed"} <= set(names)
     for source in SOURCES:
         assert source.relative_to(ROOT).as_posix().split("/", 1)[1] in names
 
