@@ -304,10 +304,10 @@ def decode_error(status: status_pb2.Status | None, code: grpc.StatusCode, messag
     info, delay = error_details_pb2.ErrorInfo(), None
     for detail in status.details if status else ():
         retry = error_details_pb2.RetryInfo()
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-        elif detail.Unpack(retry):
+        if detail.Unpack(retry):
             delay = retry.retry_delay.ToNanoseconds() / 1e9
+        else:
+            detail.Unpack(info)
     if info.domain == errors.ERROR_DOMAIN:
         return errors.from_reason(info.reason, message, field=info.metadata.get("field", ""), retry_after_s=delay)
     kind = _TRANSPORT_ERRORS.get(code, errors.TransportError)
