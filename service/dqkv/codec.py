@@ -16,20 +16,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from dqkv import errors
 from dqkv.location import Inline, InRegion, InStream, Location
-from dqkv.problem import (
-    GRADIENT_ROLES,
-    INPUT_ROLES,
-    Arch,
-    DType,
-    Lengths,
-    LseScope,
-    Options,
-    Problem,
-    Report,
-    Tensor,
-    Window,
-    dense_strides,
-)
+from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Lengths, LseScope, Options, Problem, Report, Window
+from dqkv.tensor import DType, Tensor, dense_strides
 from dqkv.v1 import gradient_pb2 as pb
 
 HANDLE_NBYTES = 16

@@ -42,7 +42,7 @@ class DqkvError(Exception):
     """Root of the tree: `field` is what was wrong ("" where no field is), `retry_after_s` a hint in seconds or None."""
 
     status: ClassVar[Status] = INTERNAL
-    reason: ClassVar[str] = "INTERNAL_FAULT"
+    reason: ClassVar[str] = "UNKNOWN"
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -53,6 +53,8 @@ class DqkvError(Exception):
 
 class InternalFault(DqkvError):
     """The server's own fault; the request may be right."""
+
+    reason = "INTERNAL_FAULT"
 
 
 class TransportError(DqkvError):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dqkv import errors
-from dqkv.problem import Arch, DType, Lengths, LseScope, Options, Problem, Tensor, Window, dense_strides
+from dqkv.problem import Arch, Lengths, LseScope, Options, Problem, Window
+from dqkv.tensor import DType, Tensor, dense_strides
 
 pytestmark = pytest.mark.numpy_only
 

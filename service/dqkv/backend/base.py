@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dqkv.memory.block import InBlock
-from dqkv.problem import Arch, DType, Problem, Tensor
+from dqkv.problem import Arch, Problem
+from dqkv.tensor import DType, Tensor
 
 
 class DeviceState(StrEnum):
