@@ -1,0 +1,1 @@
+"""The server: takes requests over gRPC, hands them to the scheduler, and tells operators how it is."""

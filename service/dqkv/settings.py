@@ -1,0 +1,206 @@
+"""Every knob of the server, read once from the environment (DQKV_*) or given by name; the only reader of it."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "DQKV_"
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class SettingsInvalid(Exception):
+    """A setting is unknown, has a value that means nothing, or does not go with another."""
+
+
+class Right(StrEnum):
+    """What a caller may do: GRADIENT is to send requests and hold regions, ADMIN is also to read the server's API."""
+
+    GRADIENT = "gradient"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """A bearer token: the name it gives its caller, its right, and the secret (never printed)."""
+
+    name: str
+    right: Right
+    secret: SecretStr
+
+
+class Settings(BaseSettings):
+    """Every knob, with its unit and default; `Settings.load()` reads the environment. Raises SettingsInvalid there."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    # ---- where it listens
+    host: str = Field("127.0.0.1", description="address of the gRPC and HTTP ports; other than loopback needs TLS")
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
+    stream_port: int = Field(50052, ge=0, le=65535, description="port of BackwardStream; 0 takes any free one")
+    http_port: int = Field(8080, ge=0, le=65535, description="port of health, metrics and info; 0 takes any free one")
+    unix_socket: Path | None = Field(
+        None, description="path of a unix socket that also takes gRPC calls (its owner's alone); none by default"
+    )
+    region_socket: str = Field(
+        "auto",
+        description="path of the unix socket that takes memfds; auto makes a private folder for it, none has none",
+    )
+    insecure_bind: bool = Field(False, description="allows an address other than loopback without TLS")
+
+    # ---- who may call
+    tls_cert: Path | None = Field(None, description="PEM file of the server's certificate chain")
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's key")
+    tls_client_ca: Path | None = Field(None, description="PEM file of the CAs of callers; they must then have one")
+    tokens: SecretStr = Field(
+        SecretStr(""), description="bearer tokens, name:right:secret, by comma or line; right is gradient or admin"
+    )
+    tokens_file: Path | None = Field(None, description="file with further tokens, one a line; # starts a comment")
+
+    # ---- devices
+    cpu_devices: int = Field(1, ge=0, le=64, description="CPU devices, one process each")
+    cpu_threads: int = Field(0, ge=0, le=1024, description="threads of each CPU device; 0 shares the cores out")
+    worker_memory_bytes: int = Field(
+        0, ge=0, description="address space of each device process in bytes; 0 sets no limit"
+    )
+
+    # ---- limits
+    request_bytes: int = Field(64 * GIB, ge=1, description="largest request, inputs and gradients, in bytes")
+    staging_bytes: int = Field(8 * GIB, ge=MIB, description="staging memory of all requests in flight, in bytes")
+    staging_idle_s: float = Field(60.0, gt=0, description="seconds after which unused staging memory is given back")
+    inline_bytes: int = Field(4 * MIB, ge=0, description="inline bytes above which callers are asked to stream")
+    message_bytes: int = Field(64 * MIB, ge=MIB, le=1 * GIB, description="largest unary message in bytes, both ways")
+    queue_seconds: float = Field(30.0, gt=0, description="predicted seconds of work that a device's queue takes on")
+    default_timeout_s: float = Field(600.0, gt=0, description="deadline in seconds of a call that brings none")
+    regions_per_caller: int = Field(64, ge=0, description="regions that one caller may hold")
+    lease_default_s: float = Field(60.0, gt=0, description="seconds of a region's lease when the caller names none")
+    lease_limit_s: float = Field(3600.0, gt=0, description="longest lease of a region in seconds")
+    stream_idle_s: float = Field(10.0, gt=0, description="seconds without a frame after which a stream is ended")
+    stream_threads: int = Field(32, ge=1, le=1024, description="streams that move bytes at once; others wait")
+    drain_s: float = Field(30.0, ge=0, description="seconds that accepted work has to finish after SIGTERM")
+
+    # ---- logs
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: Literal["auto", "json", "text"] = Field("auto", description="auto is text on a terminal, else json")
+
+    @classmethod
+    def load(cls, **given: Any) -> Settings:
+        """The settings of this process: `given` by name, else DQKV_* of the environment, else the defaults.
+
+        Raises SettingsInvalid for an unknown DQKV_ name (naming the nearest known one) or a value that does not fit.
+        """
+        _refuse_unknown(os.environ)
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            raise SettingsInvalid("; ".join(_sentences(error))) from None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Settings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("DQKV_TLS_CERT and DQKV_TLS_KEY go together: only one was given")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("DQKV_TLS_CLIENT_CA needs DQKV_TLS_CERT and DQKV_TLS_KEY")
+        if not is_loopback(self.host) and self.tls_cert is None and not self.insecure_bind:
+            raise ValueError(
+                f"DQKV_HOST is {self.host}, which is not loopback: give DQKV_TLS_CERT and DQKV_TLS_KEY, "
+                "or say DQKV_INSECURE_BIND=true"
+            )
+        if self.lease_default_s > self.lease_limit_s:
+            raise ValueError(
+                f"DQKV_LEASE_DEFAULT_S is {self.lease_default_s}, above DQKV_LEASE_LIMIT_S {self.lease_limit_s}"
+            )
+        fixed = [port for port in (self.port, self.stream_port, self.http_port) if port]
+        if len(set(fixed)) != len(fixed):
+            raise ValueError(
+                f"DQKV_PORT {self.port}, DQKV_STREAM_PORT {self.stream_port} and DQKV_HTTP_PORT {self.http_port} "
+                "must differ"
+            )
+        return self
+
+    def read_tokens(self) -> tuple[Token, ...]:
+        """The bearer tokens of DQKV_TOKENS and DQKV_TOKENS_FILE. Raises SettingsInvalid; it never repeats a secret."""
+        rows = self.tokens.get_secret_value().replace(",", "\n").splitlines()
+        if self.tokens_file is not None:
+            rows += read_file(self.tokens_file, "tokens_file").decode().splitlines()
+        tokens = tuple(_parse_tokens(rows))
+        names = [token.name for token in tokens]
+        for name in names:
+            if names.count(name) > 1:
+                raise SettingsInvalid(f"token {name} is listed twice")
+        return tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knob:
+    """One row of the table of settings: its name in the environment, default and meaning."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+def table() -> list[Knob]:
+    """Every setting, in order, as documentation shows it."""
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.default
+        shown = "" if default is None or isinstance(default, SecretStr) else str(default)
+        rows.append(Knob(name=f"{PREFIX}{name.upper()}", default=shown, meaning=field.description or ""))
+    return rows
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`; a name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_file(path: Path, setting: str) -> bytes:
+    """The content of the file that a setting names. Raises SettingsInvalid naming the setting."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsInvalid(f"{PREFIX}{setting.upper()} is {path}: {error.strerror}") from None
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
+    for name in names:
+        if not name.upper().startswith(PREFIX) or name.upper() in known:
+            continue
+        near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)
+        raise SettingsInvalid(f"{name} is no setting; the nearest is {near[0]}")
+
+
+def _sentences(error: ValidationError) -> Iterator[str]:
+    for item in error.errors(include_url=False, include_context=False, include_input=False):
+        where = "".join(f"{PREFIX}{str(part).upper()}: " for part in item["loc"][:1])
+        yield f"{where}{item['msg'].removeprefix('Value error, ')}"
+
+
+def _parse_tokens(rows: Iterable[str]) -> Iterator[Token]:
+    for number, row in enumerate(rows, 1):
+        text = row.strip()
+        if not text or text.startswith("#"):
+            continue
+        name, _, rest = text.partition(":")
+        right, _, secret = rest.partition(":")
+        if not name or not secret or right not in set(Right):
+            raise SettingsInvalid(f"token {number} is not name:right:secret with right gradient or admin")
+        yield Token(name=name, right=Right(right), secret=SecretStr(secret))
