@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     )
     region_socket: str = Field(
         "auto",
-        description="path of the unix socket that takes memfds; auto makes a private folder for it, none has none",
+        description="path of the unix socket that takes memfds; auto makes a private folder for it; or none",
     )
     insecure_bind: bool = Field(False, description="allows an address other than loopback without TLS")
 

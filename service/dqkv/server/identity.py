@@ -80,11 +80,11 @@ class Doorkeeper:
         certificates: bool,
         uid_of_session: Callable[[bytes], int | None],
     ) -> None:
-        """certificates: callers' certificates are checked; uid_of_session: the user behind a region socket's session."""
+        """certificates: callers' are checked; uid_of_session: the user behind a session of the region socket."""
         self._tokens = {_digest(token.secret.get_secret_value()): token for token in tokens}
         self._certificates = certificates
         self._uid_of_session = uid_of_session
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: OrderedDict[str, Identity] = OrderedDict()
         self._session_of: dict[str, str] = {}
 
     @property
@@ -99,7 +99,8 @@ class Doorkeeper:
         session = call.metadata.get(SESSION_HEADER, "")
         if self._certificates and call.certificate_names:
             return Identity(name=f"cert:{call.certificate_names[0]}", rights=rights | _GRADIENT_ONLY)
-        uid = self._uid(session, call.peer)
+        known = self._sessions.get(session)
+        uid = self._uid(session, call.peer, known)
         if uid is not None:
             own = _ALL if uid in (0, os.getuid()) else _GRADIENT_ONLY
             return Identity(name=f"uid:{uid}", rights=rights | own, uid=uid)
@@ -109,7 +110,7 @@ class Doorkeeper:
             raise errors.Unauthenticated(
                 "this server asks for a bearer token or a client certificate, none was given", field="authorization"
             )
-        return Identity(name=self._sessions.get(session, f"peer:{call.peer}"), rights=rights)
+        return Identity(name=f"peer:{call.peer}" if known is None else known.name, rights=rights)
 
     def authorize(self, call: Call) -> Identity:
         """The caller, if it may call the method. Raises Unauthenticated or RightMissing."""
@@ -124,11 +125,11 @@ class Doorkeeper:
             self._sessions.move_to_end(known)
             return known
         minted = secrets.token_hex(16)
-        self._sessions[minted] = identity.name
+        self._sessions[minted] = identity
         self._session_of[identity.name] = minted
         while len(self._sessions) > SESSIONS_LIMIT:
-            _, name = self._sessions.popitem(last=False)
-            del self._session_of[name]
+            _, forgotten = self._sessions.popitem(last=False)
+            del self._session_of[forgotten.name]
         return minted
 
     def _token(self, header: str | None) -> Token | None:
@@ -146,10 +147,12 @@ class Doorkeeper:
             raise errors.Unauthenticated("the bearer token is not known to this server", field="authorization")
         return found
 
-    def _uid(self, session: str, peer: str) -> int | None:
+    def _uid(self, session: str, peer: str, known: Identity | None) -> int | None:
         if peer.startswith("unix:"):
             # The socket's file lets its owner in and nobody else.
             return os.getuid()
+        if known is not None and known.uid is not None:
+            return known.uid
         try:
             return self._uid_of_session(bytes.fromhex(session)) if session else None
         except ValueError:
