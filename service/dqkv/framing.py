@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from dqkv import errors
 from dqkv.v1 import gradient_pb2 as pb
@@ -75,7 +78,7 @@ def decode_response(raw: bytes) -> ResponseFrame:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a stream: its role and the contiguous memory that its bytes come from or go to."""
+    """One tensor of a stream: its role and the memory that its bytes come from (any strides) or go to (contiguous)."""
 
     role: str
     view: memoryview
@@ -96,15 +99,38 @@ class Sender:
     def frames(self) -> Iterator[memoryview]:
         """The bytes of all parts in order, in views of at most CHUNK_NBYTES that never cross a tensor's end."""
         for part in self._parts:
-            flat = part.view.cast("B")
-            for start in range(0, flat.nbytes, CHUNK_NBYTES):
-                chunk = flat[start : start + CHUNK_NBYTES]
+            for chunk in _chunks(part.view):
                 self._digest.update(chunk)
                 yield chunk
 
     def trailer(self) -> pb.Trailer:
         """The trailer; valid once all frames were taken."""
         return pb.Trailer(total_bytes=total_nbytes(self._parts), checksum=self._digest.intdigest())
+
+
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    """The elements of `view` in row-major order; what is not contiguous is gathered one chunk at a time."""
+    if not view.nbytes:
+        return
+    if not view.c_contiguous:
+        for block in _blocks(np.asarray(view)):
+            yield np.ascontiguousarray(block).data.cast("B")
+        return
+    flat = view.cast("B")
+    for start in range(0, flat.nbytes, CHUNK_NBYTES):
+        yield flat[start : start + CHUNK_NBYTES]
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    if array.nbytes <= CHUNK_NBYTES:
+        yield array
+        return
+    step = CHUNK_NBYTES // array[0].nbytes
+    for start in range(0, array.shape[0], max(step, 1)):
+        if step:
+            yield array[start : start + step]
+        else:
+            yield from _blocks(array[start])
 
 
 class Receiver:

@@ -1,0 +1,1 @@
+"""The client: asks a server for gradients, over numpy arrays or torch tensors."""

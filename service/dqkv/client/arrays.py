@@ -1,0 +1,147 @@
+"""Arrays of a caller, numpy's or torch's, and the host memory behind them; torch is imported only where it comes in."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dqkv import errors
+from dqkv.tensor import DType, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = Any
+"""A numpy.ndarray or a torch.Tensor."""
+HostArray: TypeAlias = NDArray[Any]
+"""Elements in this process's memory, any strides; bf16 is ml_dtypes.bfloat16."""
+
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    DType.BF16: np.dtype(ml_dtypes.bfloat16),
+    DType.FP16: np.dtype(np.float16),
+    DType.FP32: np.dtype(np.float32),
+}
+_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+_TORCH_NAMES = {"torch.bfloat16": DType.BF16, "torch.float16": DType.FP16, "torch.float32": DType.FP32}
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """What kind of arrays a caller works with: numpy's where `device` is None, else torch's on that device."""
+
+    device: torch.device | None = None
+
+    @staticmethod
+    def of(array: Array) -> Home:
+        """The kind of this array."""
+        return Home(array.device) if is_torch(array) else Home()
+
+    def give(self, host: HostArray) -> Array:
+        """A result as this kind of array; without a copy where the memory is the host's."""
+        if self.device is None:
+            return host
+        tensor = as_torch(host)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+def is_torch(array: Array) -> bool:
+    """Whether this is a torch tensor; does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def host_array(role: str, array: Array) -> HostArray:
+    """The host memory of an array of any shape and strides, copied only from another device.
+
+    Raises DTypeMismatch for a dtype other than bf16, fp16, fp32, or for what is no array.
+    """
+    if is_torch(array):
+        array = _torch_host(role, array)
+    if not isinstance(array, np.ndarray):
+        raise errors.DTypeMismatch(
+            f"{role} is a {type(array).__name__}, must be a numpy array or a torch tensor", field=role
+        )
+    if array.dtype not in _DTYPES:
+        raise _unknown_dtype(role, array.dtype)
+    return array
+
+
+def host_tensor(role: str, array: Array) -> Tensor[HostArray]:
+    """An array as a tensor of the vocabulary: described as dense, with the strides left to the array itself."""
+    host = host_array(role, array)
+    return Tensor.dense(_DTYPES[host.dtype], host.shape, host)
+
+
+def as_torch(host: HostArray) -> torch.Tensor:
+    """The same memory as a torch tensor on the CPU."""
+    import torch
+
+    if host.dtype == NUMPY_DTYPES[DType.BF16]:
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def raw_view(host: HostArray) -> memoryview:
+    """The memory of an array, strides kept, in a format that memoryview knows."""
+    return host.view(np.uint16 if host.dtype.itemsize == 2 else np.uint32).data
+
+
+def dense_bytes(host: HostArray) -> memoryview:
+    """The elements in row-major order as bytes; copied only where they do not lie so."""
+    return np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
+
+
+def dtype_of(field: str, dtype: Any) -> DType:
+    """The DType of a DType, its name ("bf16"), or a numpy or torch dtype. Raises DTypeMismatch."""
+    if isinstance(dtype, str):
+        found = DType(dtype) if dtype in set(DType) else None
+    elif str(dtype) in _TORCH_NAMES:
+        found = _TORCH_NAMES[str(dtype)]
+    else:
+        try:
+            found = _DTYPES.get(np.dtype(dtype))
+        except TypeError:
+            found = None
+    if found is None:
+        raise _unknown_dtype(field, dtype)
+    return found
+
+
+def integers(field: str, values: Array) -> tuple[int, ...] | None:
+    """Offsets or lengths from a sequence or a one-dimensional array. Raises OffsetsInvalid or SequsedInvalid."""
+    if values is None:
+        return None
+    kind = errors.SequsedInvalid if field.startswith("seqused") else errors.OffsetsInvalid
+    array = np.asarray(values.detach().cpu().numpy() if is_torch(values) else values)
+    if array.ndim != 1:
+        raise kind(f"{field} has {array.ndim} dimensions, must have one", field=field)
+    if array.size and array.dtype.kind not in "iu":
+        raise kind(f"{field} holds {array.dtype} values, must hold integers", field=field)
+    return tuple(array.tolist())
+
+
+def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
+    import torch
+
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        raise errors.DTypeMismatch(f"{role} has layout {plain.layout}, must be strided", field=role)
+    if str(plain.dtype) not in _TORCH_NAMES:
+        raise _unknown_dtype(role, plain.dtype)
+    if plain.device.type != "cpu":
+        # What is expanded over a dimension crosses once, not once an index.
+        thin = plain[tuple(slice(None) if stride else slice(0, 1) for stride in plain.stride())]
+        plain = thin.cpu().expand(plain.shape)
+    plain = plain.resolve_conj().resolve_neg()
+    if plain.dtype is torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return plain.numpy()
+
+
+def _unknown_dtype(field: str, dtype: Any) -> errors.DTypeMismatch:
+    return errors.DTypeMismatch(f"{field} is {dtype}, must be bf16, fp16 or fp32 in this machine's order", field=field)

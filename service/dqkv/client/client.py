@@ -1,0 +1,219 @@
+"""The client: one asynchronous implementation, and a blocking face on a private event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError
+from types import TracebackType
+from typing import Any, TypeVar, Unpack
+
+from dqkv import errors
+from dqkv.client.arrays import Array, HostArray
+from dqkv.client.call import Call
+from dqkv.client.capabilities import Capabilities, Estimate, Health, estimate_of
+from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
+from dqkv.client.endpoint import Endpoint, Tls
+from dqkv.client.regions import AsyncRegion, Region, RegionTable
+from dqkv.client.request import Given, Request, check_outputs, choice
+from dqkv.client.retry import Retry
+from dqkv.client.segment import Kind
+from dqkv.codec import encode_problem
+from dqkv.problem import Gradients, Problem
+from dqkv.tensor import Tensor
+from dqkv.v1 import gradient_pb2 as pb
+
+TIMEOUT_S = 300.0
+"""Longest wait for gradients where the caller names none."""
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Asks one server for gradients; belongs to the event loop it is first used on.
+
+    address: "host:port", "[::1]:port" or "unix:/path". tls: None is none. token: sent as a bearer token with every
+    call. timeout_s: the longest wait for gradients where a call names none. retry: what is sent again, and when.
+    Raises OptionInvalid for an address or files that cannot be used. Nothing is sent before the first call.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retry: Retry | None = None,
+    ) -> None:
+        self._connection = Connection(Endpoint(address=address, tls=tls, token=token))
+        self._regions = RegionTable(self._connection)
+        self._timeout_s = timeout_s
+        self._retry = Retry() if retry is None else retry
+
+    async def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, *, timeout_s: float | None = None, **given: Unpack[Given]
+    ) -> Gradients[Array]:
+        """The gradients dq, dk, dv (and dsink, where a sink is given) of attention.
+
+        q (batch_size, seqlen_q, num_heads_q, head_dim), k (batch_size, seqlen_k, num_heads_kv, head_dim),
+        v (..., head_dim_v), dout like q with head_dim_v; packed sides have (rows, heads, width). numpy arrays (bf16
+        is ml_dtypes.bfloat16) or torch tensors on any device; the answer is of q's kind. `dqkv.client.request.Given`
+        is the table of everything else. What lies in an open region of this client is read, and written, there.
+        timeout_s: seconds until WontFinish; None is the client's.
+
+        Raises an InvalidRequest before anything is sent when the arguments do not fit, later the server's typed
+        errors (`dqkv.errors`), or TransportError when no answer came.
+        """
+        request = Request(q=q, k=k, v=v, dout=dout, **given)
+        return request.answer(await self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
+
+    async def submit(
+        self,
+        problem: Problem[HostArray],
+        outputs: Mapping[str, HostArray] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Gradients[HostArray]:
+        """The gradients of a problem over numpy arrays, written into `outputs` by role where given; see `backward`."""
+        outputs = outputs or {}
+        check_outputs(problem, outputs)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        call = Call(problem, outputs, self._regions.find)
+        return await self._retry.run(
+            lambda: call.attempt(self._connection, deadline),
+            deadline=deadline,
+            writes_region=call.writes_region,
+            before_retry=self._connection.forget,
+        )
+
+    async def estimate(self, problem: Problem[Any]) -> Estimate:
+        """What the problem would cost here and now; its tensors need no bytes. Raises what `backward` raises."""
+        bare: dict[str, Tensor[Any]] = {role: tensor.with_data(None) for role, tensor in problem.tensors.items()}
+        request = pb.EstimateRequest(problem=encode_problem(problem.with_tensors(bare)))
+        return estimate_of(await self._ask(self._connection.gradients.Estimate, request))
+
+    async def capabilities(self) -> Capabilities:
+        """What the server says of itself now: version, devices, limits. Raises TransportError, Unauthenticated."""
+        return await self._connection.capabilities(fresh=True)
+
+    async def health(self) -> Health:
+        """The whole server's health. Raises TransportError when it cannot be reached."""
+        return await self._connection.health()
+
+    async def region(
+        self, nbytes: int, *, kind: Kind | str = Kind.MEMFD, label: str = "", lease_s: float = 0.0
+    ) -> AsyncRegion:
+        """Shared memory of `nbytes` with a server on this machine, which it reads and writes without copies over gRPC.
+
+        kind: "memfd" goes over the server's region socket, "posix" by name. lease_s: seconds that the region outlives
+        this process; 0 is the server's default. Raises RegionInvalid when the memory cannot be made or the server
+        does not see it, QuotaRegions when there are too many.
+        """
+        registration = await self._regions.register(nbytes, choice("kind", Kind, kind), label, lease_s)
+        return AsyncRegion(registration.segment, label, lambda: self._regions.release(registration))
+
+    async def close(self) -> None:
+        """Ends the regions and the connection; requests in flight are cancelled."""
+        await self._regions.close()
+        await self._connection.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _ask(self, method: Any, request: Any) -> Any:
+        await self._connection.capabilities()
+        return await self._connection.call(method, request, time.monotonic() + CONTROL_TIMEOUT_S)
+
+
+class Client:
+    """AsyncClient's blocking face, for any number of threads: the arguments, answers and errors are the same."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        token: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        retry: Retry | None = None,
+    ) -> None:
+        self._client = AsyncClient(address, tls=tls, token=token, timeout_s=timeout_s, retry=retry)
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dqkv-client", daemon=True)
+        self._thread.start()
+
+    def backward(
+        self, q: Array, k: Array, v: Array, dout: Array, *, timeout_s: float | None = None, **given: Unpack[Given]
+    ) -> Gradients[Array]:
+        """The gradients of attention; see AsyncClient.backward for shapes and errors."""
+        request = Request(q=q, k=k, v=v, dout=dout, **given)
+        return request.answer(self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
+
+    def submit(
+        self,
+        problem: Problem[HostArray],
+        outputs: Mapping[str, HostArray] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Gradients[HostArray]:
+        """The gradients of a problem over numpy arrays; see AsyncClient.submit."""
+        return self._run(lambda: self._client.submit(problem, outputs, timeout_s=timeout_s))
+
+    def estimate(self, problem: Problem[Any]) -> Estimate:
+        """What the problem would cost here and now; see AsyncClient.estimate."""
+        return self._run(lambda: self._client.estimate(problem))
+
+    def capabilities(self) -> Capabilities:
+        """What the server says of itself now; see AsyncClient.capabilities."""
+        return self._run(self._client.capabilities)
+
+    def health(self) -> Health:
+        """The whole server's health; see AsyncClient.health."""
+        return self._run(self._client.health)
+
+    def region(self, nbytes: int, *, kind: Kind | str = Kind.MEMFD, label: str = "", lease_s: float = 0.0) -> Region:
+        """Shared memory of `nbytes` with a server on this machine; see AsyncClient.region."""
+        opened = self._run(lambda: self._client.region(nbytes, kind=kind, label=label, lease_s=lease_s))
+        return Region(opened.segment, label, lambda: None if self._closed else self._run(opened.close))
+
+    def close(self) -> None:
+        """Ends the regions, the connection and the private loop; twice is once."""
+        if self._closed:
+            return
+        try:
+            self._run(self._client.close)
+        finally:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._closed:
+            raise errors.OptionInvalid("this client is closed", field="client")
+        future = asyncio.run_coroutine_threadsafe(begin(), self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise errors.Cancelled("the client was closed while the call ran") from None
+        except BaseException:
+            # An interrupt of this thread ends the call; an error of the call itself has ended it already.
+            future.cancel()
+            raise

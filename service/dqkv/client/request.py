@@ -1,0 +1,226 @@
+"""One backward as a caller asks for it: arrays and options become a checked Problem, gradients become arrays again."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, TypedDict, TypeVar
+
+import numpy as np
+
+from dqkv import errors
+from dqkv.client.arrays import Array, Home, HostArray, as_torch, host_array, host_tensor, integers, is_torch
+from dqkv.client.arrays import dtype_of as _dtype_of
+from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Gradients, Lengths, LseScope, Options, Problem, Window
+
+C = TypeVar("C", bound=StrEnum)
+
+OVERLAP_WORK = 100_000
+"""Steps spent on telling interleaved views apart; what is harder counts as overlapping."""
+
+
+class Given(TypedDict, total=False):
+    """What a backward takes besides q, k, v, dout. Shapes are those of `dqkv.Problem`; each may be left out.
+
+    | name | default | what it is |
+    |---|---|---|
+    | out | | output of the forward, (batch_size, seqlen_q, num_heads_q, head_dim_v), or packed (rows, ...) |
+    | delta | | rowsum(dout * out), fp32, shape of softmax_lse; exactly one of out and delta is given |
+    | softmax_lse | recomputed | natural log, fp32, (batch_size, num_heads_q, seqlen_q), packed (num_heads_q, rows) |
+    | dlse | none | gradient that flows into softmax_lse, fp32, its shape |
+    | sink | none | one logit a head in the softmax denominator, (num_heads_q,), fp32 or q's dtype |
+    | cu_seqlens_q, cu_seqlens_k | dense | offsets of a packed side, batch_size + 1 integers |
+    | seqused_q, seqused_k | all | rows of each sequence that count, batch_size integers |
+    | max_seqlen_q, max_seqlen_k | none | upper bound in rows, checked |
+    | softmax_scale | head_dim ** -0.5 | any finite number |
+    | causal | False | takes the window's right bound as 0, whatever it is |
+    | window | unbounded | `dqkv.Window`, or (left, right); None is unbounded, and -1 is an offset like any other |
+    | sink_token_length | 0 | keys at the start of each sequence that the left bound never hides |
+    | softcap | 0.0 | logits become softcap * tanh(logit / softcap) before the mask; 0 is none |
+    | deterministic | False | bitwise equal from run to run |
+    | grad_dtype | q's dtype | "fp32" leaves sums that a caller adds up unrounded |
+    | arch | "auto" | family of kernels: auto, cpu, sm80, sm90, sm100 |
+    | lse_scope | "local" | "global": softmax_lse and out (or delta) run over more keys than this request's |
+    | dq, dk, dv, dsink | new arrays | memory that the gradients are written to; a region's is written by the server |
+    """
+
+    out: Array | None
+    delta: Array | None
+    softmax_lse: Array | None
+    dlse: Array | None
+    sink: Array | None
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    seqused_q: Array | None
+    seqused_k: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window: Window | tuple[int | None, int | None]
+    sink_token_length: int
+    softcap: float
+    deterministic: bool
+    grad_dtype: Any
+    arch: Arch | str
+    lse_scope: LseScope | str
+    dq: Array | None
+    dk: Array | None
+    dv: Array | None
+    dsink: Array | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of one backward; `Given` says what each is."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    out: Array | None = None
+    delta: Array | None = None
+    softmax_lse: Array | None = None
+    dlse: Array | None = None
+    sink: Array | None = None
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    seqused_q: Array | None = None
+    seqused_k: Array | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window: Window | tuple[int | None, int | None] = (None, None)
+    sink_token_length: int = 0
+    softcap: float = 0.0
+    deterministic: bool = False
+    grad_dtype: Any = None
+    arch: Arch | str = Arch.AUTO
+    lse_scope: LseScope | str = LseScope.LOCAL
+    dq: Array | None = None
+    dk: Array | None = None
+    dv: Array | None = None
+    dsink: Array | None = None
+
+    def problem(self) -> Problem[HostArray]:
+        """The checked problem. Raises the InvalidRequest of what does not fit, before anything is sent."""
+        given = {role: getattr(self, role) for role in INPUT_ROLES}
+        return Problem(
+            **{role: host_tensor(role, array) for role, array in given.items() if array is not None},
+            queries=self._lengths("q"),
+            keys=self._lengths("k"),
+            options=self._options(),
+        )
+
+    def outputs(self) -> dict[str, HostArray]:
+        """The caller's own memory for gradients, by role, where it is this machine's. Raises DTypeMismatch."""
+        given = {role: getattr(self, role) for role in GRADIENT_ROLES}
+        return {role: host_array(role, array) for role, array in given.items() if _on_host(array)}
+
+    def answer(self, gradients: Gradients[HostArray]) -> Gradients[Array]:
+        """The gradients as the kind of arrays that q is, or as the caller's own arrays where he gave them."""
+        home, arrays = Home.of(self.q), {}
+        for role in GRADIENT_ROLES:
+            host, own = getattr(gradients, role), getattr(self, role)
+            if own is None or host is None:
+                arrays[role] = None if host is None else home.give(host)
+                continue
+            if not _on_host(own):
+                own.copy_(as_torch(host))
+            arrays[role] = own
+        return Gradients(**arrays, report=gradients.report)
+
+    def _lengths(self, side: str) -> Lengths:
+        max_seqlen = getattr(self, f"max_seqlen_{side}")
+        return Lengths(
+            cu_seqlens=integers(f"cu_seqlens_{side}", getattr(self, f"cu_seqlens_{side}")),
+            seqused=integers(f"seqused_{side}", getattr(self, f"seqused_{side}")),
+            max_seqlen=None if max_seqlen is None else _integer(f"max_seqlen_{side}", max_seqlen),
+        )
+
+    def _options(self) -> Options:
+        return Options(
+            softmax_scale=None if self.softmax_scale is None else float(self.softmax_scale),
+            window=self._window(),
+            softcap=float(self.softcap),
+            deterministic=bool(self.deterministic),
+            grad_dtype=None if self.grad_dtype is None else _dtype_of("grad_dtype", self.grad_dtype),
+            arch=choice("arch", Arch, self.arch),
+            lse_scope=choice("lse_scope", LseScope, self.lse_scope),
+        )
+
+    def _window(self) -> Window:
+        window = self.window
+        if not isinstance(window, Window):
+            left, right = _pair(window)
+            window = Window(left=left, right=right)
+        if self.sink_token_length:
+            window = replace(window, sink_token_length=_integer("sink_token_length", self.sink_token_length))
+        return replace(window, right=0) if self.causal else window
+
+
+def check_outputs(problem: Problem[HostArray], outputs: Mapping[str, HostArray]) -> None:
+    """Refuses memory for gradients that does not fit the problem, or that an input lies in.
+
+    Raises ShapeMismatch, DTypeMismatch, OptionInvalid (not writable, a role the problem does not give) and
+    RegionOverlap: a request that is sent again after half an answer would read its own gradients as inputs.
+    """
+    wanted = problem.gradients
+    for role, array in outputs.items():
+        if role not in wanted:
+            raise errors.OptionInvalid(f"{role} was given memory, but this problem has no such gradient", field=role)
+        have = host_tensor(role, array)
+        if have.shape != wanted[role].shape:
+            raise errors.ShapeMismatch(f"{role} has shape {have.shape}, must be {wanted[role].shape}", field=role)
+        if have.dtype is not wanted[role].dtype:
+            raise errors.DTypeMismatch(
+                f"{role} is {have.dtype}, this problem's is {wanted[role].dtype} (grad_dtype)", field=role
+            )
+        if not array.flags.writeable or 0 in _strides_over_more_than_one(array):
+            raise errors.OptionInvalid(f"{role} is memory that cannot be written, or is expanded", field=role)
+        for other, tensor in problem.tensors.items():
+            if _overlap(array, tensor.data):
+                raise errors.RegionOverlap(f"{role} overlaps the input {other}", field=role)
+
+
+def choice(field: str, kind: type[C], value: str) -> C:
+    """One of a few names. Raises OptionInvalid for another."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(kind)
+        raise errors.OptionInvalid(f"{field} is {value!r}, must be one of {known}", field=field) from None
+
+
+def _strides_over_more_than_one(array: HostArray) -> list[int]:
+    return [stride for size, stride in zip(array.shape, array.strides, strict=True) if size > 1]
+
+
+def _overlap(one: HostArray, other: HostArray) -> bool:
+    if not np.may_share_memory(one, other):
+        return False
+    try:
+        return np.shares_memory(one, other, max_work=OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _on_host(array: Array | None) -> bool:
+    return array is not None and (not is_torch(array) or array.device.type == "cpu")
+
+
+def _integer(field: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise errors.OptionInvalid(f"{field} is {value!r}, must be an integer", field=field) from None
+
+
+def _pair(window: Any) -> tuple[int | None, int | None]:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise errors.OptionInvalid(f"window is {window!r}, must be a Window or (left, right)", field="window")
+    left, right = (None if bound is None else _integer("window", bound) for bound in window)
+    return left, right
