@@ -33,6 +33,8 @@ FROBENIUS_SEQLEN = 2048
 FROBENIUS_MULTIPLE = 1.3
 FROBENIUS_FLOOR = 2.0**-22
 """Relative error that rounding the answer to fp32 alone may leave."""
+TELLING_VALUES = 16
+"""So many unrounded values are not all in a 16-bit dtype by chance."""
 GRADIENTS = ("dq", "dk", "dv")
 BITWISE_CHECKS = {"BITWISE": ("dq", "dk", "dv", "dsink"), "BITWISE_DKDV": ("dk", "dv")}
 
@@ -166,7 +168,8 @@ def judge(case: Case, exact: Exact, gradients: Answer, variant: Variant = AS_IS)
     """What is wrong with one answer to `build_inputs(case, variant)`; empty when it is right.
 
     exact is `solved(variant.of(case))`. Checks shapes, dtypes, finiteness, the error budget, rows that must
-    be exactly 0, bias where the case asks for it, and each head's Frobenius error from FROBENIUS_SEQLEN rows on.
+    be exactly 0, that an fp32 answer was never rounded to 16 bits, bias where the case asks for it, and each head's
+    Frobenius error from FROBENIUS_SEQLEN rows on.
     """
     complaints = []
     for name in (*GRADIENTS, "dsink"):
@@ -242,6 +245,8 @@ def _value_complaints(case: Case, exact: Exact, name: str, got: Tensor, variant:
         return complaints
     if got[exact.zero_q_rows if name == "dq" else exact.zero_k_rows].any():
         complaints.append("not zero where nothing can flow")
+    if _only_rounded_values(got, want, case.dtype, limit) and variant.answer_dtype(case) == "fp32":
+        complaints.append(f"every value was rounded to {case.dtype}")
     if "BIAS" in case.checks:
         mean, rms = abs(error.mean().item()), error.square().mean().sqrt().item()
         if mean > BIAS_LIMIT * rms + 1e-9:
@@ -252,6 +257,16 @@ def _value_complaints(case: Case, exact: Exact, name: str, got: Tensor, variant:
             emulated = getattr(emulate(case, variant), name)[rows].to(F64)
             complaints += frobenius_complaints(got[rows], want[rows], emulated)
     return complaints
+
+
+def _only_rounded_values(got: Tensor, want: Tensor, dtype: Dtype, limit: float) -> bool:
+    """Whether all of got is in a narrow dtype where what is wanted is large enough to tell and is not.
+
+    The budget of 16-bit inputs is too wide to see one rounding of the answer.
+    """
+    telling = (want.abs() > limit) & (want != want.to(TORCH_DTYPES[dtype]).to(F64))
+    values = got[telling]
+    return len(values) >= TELLING_VALUES and torch.equal(values, values.to(TORCH_DTYPES[dtype]).to(F64))
 
 
 def _logits(case: Case, q: Tensor, wide_k: Tensor) -> tuple[Tensor, Tensor | float]:
