@@ -98,6 +98,11 @@ def decode_problem(message: pb.Problem, *, need_bytes: bool = True) -> Problem[L
     )
 
 
+def roles(message: pb.Problem) -> tuple[str, ...]:
+    """The roles of the tensors in the message's order, which is the order of their bytes; after decode_problem."""
+    return tuple(_ROLES[item.role] for item in message.tensors)
+
+
 def decode_outputs(message: pb.Problem, problem: Problem[Any]) -> dict[str, Tensor[InRegion]]:
     """The gradients that go to regions, by role, with their dtype and shape. Raises MessageInvalid."""
     wanted = problem.gradients

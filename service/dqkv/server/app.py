@@ -1,0 +1,151 @@
+"""The server as a whole: the core and its faces, started, drained and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+
+import structlog
+
+from dqkv.problem import HEAD_DIM_LIMIT
+from dqkv.server import lifecycle, logs, ports, tls
+from dqkv.server.core import Core
+from dqkv.server.grpc_servers import GrpcServers
+from dqkv.server.http_app import DeviceInfo, Info, LimitsInfo, Sources, make_app
+from dqkv.server.http_server import HttpServer
+from dqkv.server.identity import Doorkeeper
+from dqkv.settings import Settings, SettingsInvalid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addresses:
+    """Where a server listens; paths are "" where it does not."""
+
+    host: str
+    grpc_port: int
+    stream_port: int
+    http_port: int
+    unix_socket: str
+    region_socket: str
+
+
+def run(settings: Settings) -> int:
+    """Serves until SIGTERM or SIGINT, and returns the exit code: 0 after a drain, 1 when it cannot start."""
+    logs.configure(level=settings.log_level, form=settings.log_format)
+    try:
+        asyncio.run(_live(settings))
+    except (SettingsInvalid, OSError) as error:
+        structlog.get_logger("dqkv.server").error("cannot start", reason=str(error))
+        return 1
+    return 0
+
+
+async def _live(settings: Settings) -> None:
+    await lifecycle.live(Server(settings))
+
+
+class Server:
+    """A server in this process: `await start()`, then `addresses`, then `await stop()`.
+
+    Raises SettingsInvalid for files and tokens that cannot be read.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tokens = settings.read_tokens()
+        self._credentials = tls.server_credentials(settings)
+        self._held = AsyncExitStack()
+        self._addresses: Addresses | None = None
+        self._log = structlog.get_logger("dqkv.server")
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where it listens. Raises RuntimeError before it was started."""
+        if self._addresses is None:
+            raise RuntimeError("the server was not started")
+        return self._addresses
+
+    async def start(self) -> None:
+        """Listens, starts the devices, then takes calls. Raises AddressTaken and OSError, and then holds nothing.
+
+        When it returns each device is ready, or was found not to start.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._held.aclose()
+            raise
+        self._log.info("serving", **asdict(self.addresses))
+
+    async def stop(self) -> None:
+        """Turns new work away, lets accepted work end within the settings' drain_s, and ends everything."""
+        await self._held.aclose()
+
+    async def _start(self) -> None:
+        settings = self._settings
+        core = Core(settings)
+        self._held.push_async_callback(core.stop)
+        await core.open_region_socket()
+        # Every address is taken before a device is started, so that a second server ends at once.
+        listener = ports.listen_http(settings.host, settings.http_port)
+        self._held.callback(listener.close)
+        servers = GrpcServers(settings, core, self._doorkeeper(core))
+        self._held.push_async_callback(servers.stop)
+        grpc_port, stream_port = servers.listen(self._credentials)
+        self._addresses = Addresses(
+            host=settings.host,
+            grpc_port=grpc_port,
+            stream_port=stream_port,
+            http_port=listener.getsockname()[1],
+            unix_socket="" if settings.unix_socket is None else str(settings.unix_socket),
+            region_socket=core.region_socket,
+        )
+        http = HttpServer(make_app(self._sources(core), version=core.version), listener)
+        await http.start()
+        self._held.push_async_callback(http.stop)
+        await core.start()
+        await servers.start()
+
+    def _doorkeeper(self, core: Core) -> Doorkeeper:
+        return Doorkeeper(
+            tokens=self._tokens,
+            certificates=self._settings.tls_client_ca is not None,
+            uid_of_session=lambda session: None if core.mailbox is None else core.mailbox.uid_of_session(session),
+        )
+
+    def _sources(self, core: Core) -> Sources:
+        return Sources(failing=core.readiness.failing, info=lambda: self._info(core), exposition=core.exposition)
+
+    def _info(self, core: Core) -> Info:
+        settings = self._settings
+        return Info(
+            version=core.version,
+            grpc_port=self.addresses.grpc_port,
+            stream_port=self.addresses.stream_port,
+            devices=[
+                DeviceInfo(
+                    name=status.name,
+                    state=status.state.value,
+                    fault=status.fault,
+                    archs=[] if status.info is None else [arch.value for arch in status.info.archs],
+                    dtypes=[] if status.info is None else [dtype.value for dtype in status.info.dtypes],
+                    queue_s=status.queue_s,
+                    waiting=status.waiting,
+                    running=status.running,
+                )
+                for status in core.scheduler.statuses()
+            ],
+            limits=LimitsInfo(
+                message_bytes=settings.message_bytes,
+                inline_bytes=settings.inline_bytes,
+                request_bytes=settings.request_bytes,
+                staging_bytes=settings.staging_bytes,
+                queue_s=settings.queue_seconds,
+                regions=settings.regions_per_caller,
+                lease_s=settings.lease_limit_s,
+                head_dim=HEAD_DIM_LIMIT,
+                stream_idle_s=settings.stream_idle_s,
+            ),
+            notes=list(core.notes()),
+        )

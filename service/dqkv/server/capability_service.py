@@ -1,0 +1,76 @@
+"""CapabilityService of the asyncio server: what this server is and can do, and the session of a connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+
+from dqkv import codec
+from dqkv.backend.base import DeviceState
+from dqkv.scheduler.queue import Scheduler
+from dqkv.server.gate import Gate, Method, Visit, unary
+from dqkv.server.identity import Doorkeeper
+from dqkv.v1 import gradient_pb2 as pb
+
+SERVICE = "dqkv.v1.CapabilityService"
+
+DEVICE_STATES: dict[DeviceState, pb.DeviceState] = {
+    DeviceState.STARTING: pb.DEVICE_STATE_STARTING,
+    DeviceState.OK: pb.DEVICE_STATE_OK,
+    DeviceState.LOST: pb.DEVICE_STATE_LOST,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What does not change while a server runs; `notes` say why a kind of device is absent."""
+
+    version: str
+    limits: pb.Limits
+    stream_port: int
+    region_socket: str
+    notes: tuple[str, ...]
+
+
+class CapabilityServicer:
+    """CapabilityService."""
+
+    def __init__(self, *, gate: Gate, door: Doorkeeper, scheduler: Scheduler, facts: Facts) -> None:
+        self._gate = gate
+        self._door = door
+        self._scheduler = scheduler
+        self._facts = facts
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service's methods for an asyncio server."""
+        method = Method(service=SERVICE, name="GetCapabilities")
+        handler = unary(
+            self._gate,
+            method,
+            self.get_capabilities,
+            request_deserializer=pb.GetCapabilitiesRequest.FromString,
+            response_serializer=pb.GetCapabilitiesResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, {method.name: handler})
+
+    async def get_capabilities(self, _: pb.GetCapabilitiesRequest, visit: Visit) -> pb.GetCapabilitiesResponse:
+        """Devices, limits, ports and the caller's session."""
+        return pb.GetCapabilitiesResponse(
+            version=self._facts.version,
+            devices=[
+                pb.Device(
+                    name=status.name,
+                    archs=[codec.encode_arch(arch) for arch in status.info.archs] if status.info else (),
+                    state=DEVICE_STATES[status.state],
+                    dtypes=[codec.encode_dtype(dtype) for dtype in status.info.dtypes] if status.info else (),
+                    queue_s=status.queue_s,
+                )
+                for status in self._scheduler.statuses()
+            ],
+            limits=self._facts.limits,
+            stream_port=self._facts.stream_port,
+            region_socket=self._facts.region_socket,
+            session=self._door.session(visit.caller),
+            notes=self._facts.notes,
+        )

@@ -1,0 +1,142 @@
+"""Everything behind the ports: memory, devices, the desk and the metrics, built from the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from dqkv.backend.base import DeviceState
+from dqkv.backend.process import Death, DeviceProcess, DeviceSettings
+from dqkv.memory.mailbox import FdMailbox
+from dqkv.memory.regions import RegionLimits, RegionTable
+from dqkv.memory.staging import StagingPool
+from dqkv.metrics import DeviceGauge, Metrics
+from dqkv.problem import Report
+from dqkv.scheduler.cost import Estimate
+from dqkv.scheduler.queue import Scheduler, SchedulerLimits
+from dqkv.server.gradient import Desk
+from dqkv.server.health import Readiness
+from dqkv.settings import Settings
+
+HOUSEKEEPING_S = 1.0
+
+
+class Core:
+    """The parts that every face of the server shares. It belongs to the loop that starts it."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Builds the parts; nothing runs yet."""
+        self._settings = settings
+        self._folder: Path | None = None
+        self._housekeeper: asyncio.Task[None] | None = None
+        block_ids = itertools.count(1)
+        self.version = metadata.version("dqkv")
+        self.metrics = Metrics(version=self.version, torch=metadata.version("torch"), grpcio=metadata.version("grpcio"))
+        self.scheduler = Scheduler(
+            [DeviceProcess(device, on_restart=self._on_restart) for device in _devices(settings)],
+            limits=SchedulerLimits(request_nbytes=settings.request_bytes, queue_s=settings.queue_seconds),
+            block_ids=block_ids,
+            observe=self._observe,
+        )
+        self.staging = StagingPool(
+            limit_nbytes=settings.staging_bytes, block_ids=block_ids, on_drop=self.scheduler.drop_block
+        )
+        self.regions = RegionTable(
+            limits=RegionLimits(
+                regions_per_owner=settings.regions_per_caller,
+                lease_default_s=settings.lease_default_s,
+                lease_limit_s=settings.lease_limit_s,
+            ),
+            block_ids=block_ids,
+            on_close=self.scheduler.drop_block,
+            observe=self.metrics.region_event,
+            # What a client can send or name is its own: staging memory has no name, and its descriptors stay here.
+            is_own=lambda _device, _inode: False,
+        )
+        self.desk = Desk(scheduler=self.scheduler, staging=self.staging, regions=self.regions, metrics=self.metrics)
+        self.readiness = Readiness(scheduler=self.scheduler, desk=self.desk, queue_seconds=settings.queue_seconds)
+        self.mailbox: FdMailbox | None = None
+        self.region_socket = ""
+
+    async def open_region_socket(self) -> None:
+        """Listens for memfds where the settings say. Raises OSError in words."""
+        where = self._settings.region_socket
+        if where == "none":
+            return
+        if where == "auto":
+            # A folder that mkdtemp makes is this user's alone.
+            self._folder = Path(tempfile.mkdtemp(prefix="dqkv-"))
+            where = str(self._folder / "regions")
+        self.mailbox = FdMailbox(Path(where))
+        await self.mailbox.start()
+        self.region_socket = where
+
+    async def start(self) -> None:
+        """Starts the devices; returns when each is ready or was found not to start."""
+        self._housekeeper = asyncio.create_task(self._keep_house(), name="dqkv housekeeping")
+        await self.scheduler.start()
+
+    async def stop(self) -> None:
+        """Ends devices and sockets and gives all memory back."""
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+        await self.scheduler.stop()
+        if self.mailbox is not None:
+            await self.mailbox.stop()
+        self.regions.close()
+        self.staging.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def exposition(self) -> bytes:
+        """Every metric as it is now, in the text format of Prometheus."""
+        gauges = [
+            DeviceGauge(
+                device=status.name,
+                state=status.state.value,
+                depth=status.waiting + status.running,
+                queue_s=status.queue_s,
+            )
+            for status in self.scheduler.statuses()
+        ]
+        self.metrics.set_devices(gauges, [state.value for state in DeviceState])
+        self.metrics.set_staging(used_nbytes=self.staging.used_nbytes, total_nbytes=self.staging.total_nbytes)
+        for kind, (count, nbytes) in self.regions.totals().items():
+            self.metrics.set_regions(kind, count=count, nbytes=nbytes)
+        return self.metrics.exposition()
+
+    def notes(self) -> tuple[str, ...]:
+        """Why a kind of device that one may expect is absent."""
+        notes = ["GPU: this version computes on CPUs alone"]
+        if not self._settings.cpu_devices:
+            notes.append("CPU: DQKV_CPU_DEVICES is 0")
+        return tuple(notes)
+
+    def _observe(self, estimate: Estimate, report: Report) -> None:
+        if estimate.device_s > 0:
+            self.metrics.prediction(report.arch, (report.device_s + report.transfer_s) / estimate.device_s)
+
+    def _on_restart(self, device: str, death: Death) -> None:
+        self.metrics.worker_restarted(device, death.value)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self.regions.expire()
+            self.staging.trim(self._settings.staging_idle_s)
+
+
+def _devices(settings: Settings) -> list[DeviceSettings]:
+    cores = len(os.sched_getaffinity(0))
+    threads = settings.cpu_threads or max(cores // max(settings.cpu_devices, 1), 1)
+    return [
+        DeviceSettings(
+            name=f"cpu:{index}", num_threads=threads, address_space_nbytes=settings.worker_memory_bytes or None
+        )
+        for index in range(settings.cpu_devices)
+    ]

@@ -1,0 +1,231 @@
+"""BackwardStream, on a synchronous gRPC server of its own: it moves bulk data faster than an asyncio one.
+
+A stream's frames are read on a thread, and copied once, into staging memory; everything else about it happens on the
+loop. Nothing is read before the request is admitted: until then flow control holds the client back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections.abc import Coroutine, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_status import rpc_status
+
+from dqkv import codec, errors, framing
+from dqkv.location import InStream, Location
+from dqkv.metrics import Metrics
+from dqkv.problem import Report
+from dqkv.server import account
+from dqkv.server.gate import Gate, Method, Refusal, Visit
+from dqkv.server.gradient import Desk, Job, Order, name_gradients
+from dqkv.server.watchdog import Watch, Watchdog
+from dqkv.v1 import gradient_pb2 as pb
+
+METHOD = Method(
+    service="dqkv.v1.AttentionGradientService", name="BackwardStream", kind="bidi_streaming", transport="stream"
+)
+
+T = TypeVar("T")
+
+_ABORTS: dict[type[errors.DqkvError], str] = {
+    errors.Truncated: "truncated",
+    errors.StreamIdle: "idle",
+    errors.ByteCountMismatch: "oversize",
+    errors.ChecksumMismatch: "checksum",
+    errors.Cancelled: "cancel",
+}
+"""How a stream that ends with an error is counted; other errors are no aborts of the stream."""
+
+
+class _Garbage:
+    """A frame that is no message: told apart here, because gRPC would answer INTERNAL for it."""
+
+
+class StreamServicer:
+    """BackwardStream; its calls run on the threads of a synchronous server, and reach the loop by `loop`."""
+
+    def __init__(
+        self, *, gate: Gate, desk: Desk, metrics: Metrics, watchdog: Watchdog, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._gate = gate
+        self._desk = desk
+        self._metrics = metrics
+        self._watchdog = watchdog
+        self._loop = loop
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service's method for a synchronous server."""
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._answer, request_deserializer=_decode, response_serializer=framing.encode_frame
+        )
+        return grpc.method_handlers_generic_handler(METHOD.service, {METHOD.name: handler})
+
+    def _answer(self, frames: Iterator[Any], context: grpc.ServicerContext) -> Iterator[framing.ResponseFrame]:
+        """The frames of the answer; an error becomes the call's status here."""
+        try:
+            with self._gate.visit(METHOD, context) as visit, self._watchdog.watch(context.cancel) as watch:
+                stream = _Stream(context, frames, watch, self._loop)
+                try:
+                    yield from self._backward(stream, visit)
+                except errors.DqkvError as error:
+                    if type(error) in _ABORTS:
+                        self._metrics.stream_aborted(_ABORTS[type(error)])
+                    raise
+                except GeneratorExit:
+                    self._metrics.stream_aborted("idle" if watch.rang else "cancel")
+                    raise
+        except Refusal as refusal:
+            context.abort_with_status(rpc_status.to_status(refusal.status))
+
+    def _backward(self, stream: _Stream, visit: Visit) -> Iterator[framing.ResponseFrame]:
+        began = time.monotonic()
+        order = _order(stream.next_frame(), visit)
+        visit.facts |= account.sizes(order)
+        opened: list[Job] = []
+        try:
+            job = stream.on_loop(self._open(order, visit, opened))
+            admitted = time.monotonic()
+            job.fill_inline()
+            _receive(stream, job)
+            received = time.monotonic()
+            report = stream.on_loop(job.run())
+            ran = time.monotonic()
+            report = replace(report, total_s=ran - received)
+            visit.arch = report.arch
+            visit.facts |= account.times(report)
+            yield from _send(stream, job, report)
+            account.count(self._metrics, "stream", job, report)
+            for phase, duration_s in (
+                ("validate", admitted - began),
+                ("receive", received - admitted),
+                ("send", time.monotonic() - ran),
+            ):
+                self._metrics.phase(phase, report.device, duration_s)
+        finally:
+            # When the call ends while its job is opened or runs, that is cancelled on the loop before this is called.
+            self._loop.call_soon_threadsafe(_close, opened)
+
+    async def _open(self, order: Order, visit: Visit, opened: list[Job]) -> Job:
+        job = await self._desk.open(order, caller=visit.caller, deadline=visit.deadline)
+        opened.append(job)
+        return job
+
+
+class _Stream:
+    """One call: its frames, and the way to the loop and back; both end when the call does."""
+
+    def __init__(
+        self, context: grpc.ServicerContext, frames: Iterator[Any], watch: Watch, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._context = context
+        self._frames = frames
+        self._loop = loop
+        self.watch = watch
+
+    def next_frame(self) -> Any:
+        """The next frame, None after the client's last one. Raises StreamIdle, Cancelled or MessageInvalid."""
+        with self.watch.waiting():
+            try:
+                frame = next(self._frames, None)
+            except grpc.RpcError:
+                raise self._gone() from None
+        if frame is None and self.watch.rang:
+            raise self._gone()
+        if isinstance(frame, _Garbage):
+            raise errors.MessageInvalid("a frame is no BackwardStreamRequest", field="frame")
+        return frame
+
+    def on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Does `work` on the loop and waits for it; when the call ends before, `work` is cancelled.
+
+        Raises what it raises, StreamIdle or Cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def cancel() -> None:
+            future.cancel()
+
+        if not self._context.add_callback(cancel):
+            cancel()
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise self._gone() from None
+
+    def send(self, frame: framing.ResponseFrame) -> Iterator[framing.ResponseFrame]:
+        """Hands one frame to gRPC, which asks for the next one when the client has room for it."""
+        with self.watch.waiting():
+            yield frame
+
+    def _gone(self) -> errors.DqkvError:
+        if self.watch.rang:
+            return errors.StreamIdle(f"no frame went through for {self.watch.limit_s:g} s", field="frame")
+        return errors.Cancelled("the caller went away")
+
+
+def _decode(raw: bytes) -> framing.RequestFrame | _Garbage:
+    try:
+        return framing.decode_request(raw)
+    except DecodeError:
+        return _Garbage()
+
+
+def _order(frame: Any, visit: Visit) -> Order:
+    if frame is None:
+        raise errors.Truncated("the stream ended before its header", field="header")
+    if isinstance(frame, memoryview) or frame.WhichOneof("frame") != "header":
+        raise errors.MessageInvalid("the first frame is no header", field="frame")
+    header = frame.header
+    order = Order.decode(header.problem, header.request_id)
+    visit.request_id = order.request_id
+    if header.total_bytes != order.streamed_nbytes:
+        raise errors.ByteCountMismatch(
+            f"total_bytes is {header.total_bytes}, the tensors marked stream have {order.streamed_nbytes}",
+            field="total_bytes",
+        )
+    return order
+
+
+def _receive(stream: _Stream, job: Job) -> None:
+    receiver = framing.Receiver(job.receiving())
+    while True:
+        frame = stream.next_frame()
+        if frame is None:
+            raise errors.Truncated(
+                f"the stream ended after {receiver.received} bytes, without a trailer", field="trailer"
+            )
+        if isinstance(frame, memoryview):
+            receiver.take(frame)
+            continue
+        if frame.WhichOneof("frame") != "trailer":
+            raise errors.MessageInvalid("a frame after the header is neither data nor the trailer", field="frame")
+        receiver.finish(frame.trailer)
+        break
+    if stream.next_frame() is not None:
+        raise errors.MessageInvalid("a frame came after the trailer", field="frame")
+
+
+def _send(stream: _Stream, job: Job, report: Report) -> Iterator[framing.ResponseFrame]:
+    parts = job.sending()
+    where: dict[str, Location] = {part.role: InStream() for part in parts}
+    header = pb.BackwardStreamResponse.Header(
+        report=codec.encode_report(report),
+        gradients=name_gradients(job.order, where),
+        total_bytes=framing.total_nbytes(parts),
+    )
+    yield from stream.send(pb.BackwardStreamResponse(header=header))
+    sender = framing.Sender(parts)
+    for chunk in sender.frames():
+        yield from stream.send(chunk)
+    yield from stream.send(pb.BackwardStreamResponse(trailer=sender.trailer()))
+
+
+def _close(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.close()
