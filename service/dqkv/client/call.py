@@ -49,12 +49,15 @@ class Call:
         """Whether the server writes gradients into memory of ours."""
         return bool(self._outputs)
 
-    async def attempt(self, connection: Connection, deadline: float) -> Gradients[HostArray]:
-        """Sends the request and waits for the gradients. Raises the server's typed error, or TransportError."""
-        limit = (await connection.capabilities()).limits.inline_nbytes
+    async def attempt(self, connection: Connection, deadline: float, *, inline_nbytes: int) -> Gradients[HostArray]:
+        """Sends the request and waits for the gradients; streams where either way has more than inline_nbytes.
+
+        Raises the server's typed error, or TransportError.
+        """
+        await connection.capabilities()
         sent = sum(tensor.nbytes for role, tensor in self._problem.tensors.items() if role not in self._references)
         back = sum(array.nbytes for array in self._received.values())
-        send = self._unary if max(sent, back) <= limit else self._stream
+        send = self._unary if max(sent, back) <= inline_nbytes else self._stream
         report = await send(connection, deadline)
         for role, array in self._received.items():
             if array is not self._results[role]:

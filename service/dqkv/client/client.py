@@ -36,6 +36,7 @@ class AsyncClient:
 
     address: "host:port", "[::1]:port" or "unix:/path". tls: None is none. token: sent as a bearer token with every
     call. timeout_s: the longest wait for gradients where a call names none. retry: what is sent again, and when.
+    inline_nbytes: what has more bytes, one way or the other, is streamed; None is the server's own limit.
     Raises OptionInvalid for an address or files that cannot be used. Nothing is sent before the first call.
     """
 
@@ -47,11 +48,13 @@ class AsyncClient:
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
         retry: Retry | None = None,
+        inline_nbytes: int | None = None,
     ) -> None:
         self._connection = Connection(Endpoint(address=address, tls=tls, token=token))
         self._regions = RegionTable(self._connection)
         self._timeout_s = timeout_s
         self._retry = Retry() if retry is None else retry
+        self._inline_nbytes = inline_nbytes
 
     async def backward(
         self, q: Array, k: Array, v: Array, dout: Array, *, timeout_s: float | None = None, **given: Unpack[Given]
@@ -83,7 +86,7 @@ class AsyncClient:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         call = Call(problem, outputs, self._regions.find)
         return await self._retry.run(
-            lambda: call.attempt(self._connection, deadline),
+            lambda: self._attempt(call, deadline),
             deadline=deadline,
             writes_region=call.writes_region,
             before_retry=self._connection.forget,
@@ -128,6 +131,12 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    async def _attempt(self, call: Call, deadline: float) -> Gradients[HostArray]:
+        limit = self._inline_nbytes
+        if limit is None:
+            limit = (await self._connection.capabilities()).limits.inline_nbytes
+        return await call.attempt(self._connection, deadline, inline_nbytes=limit)
+
     async def _ask(self, method: Any, request: Any) -> Any:
         await self._connection.capabilities()
         return await self._connection.call(method, request, time.monotonic() + CONTROL_TIMEOUT_S)
@@ -144,8 +153,11 @@ class Client:
         token: str | None = None,
         timeout_s: float = TIMEOUT_S,
         retry: Retry | None = None,
+        inline_nbytes: int | None = None,
     ) -> None:
-        self._client = AsyncClient(address, tls=tls, token=token, timeout_s=timeout_s, retry=retry)
+        self._client = AsyncClient(
+            address, tls=tls, token=token, timeout_s=timeout_s, retry=retry, inline_nbytes=inline_nbytes
+        )
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dqkv-client", daemon=True)

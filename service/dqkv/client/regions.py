@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
 import time
@@ -28,8 +27,11 @@ if TYPE_CHECKING:
 NONCE_NBYTES = 32
 RENEWALS_A_LEASE = 3
 """The heartbeat renews this often within a lease, so that one lost call does not end the region."""
+GREETING = b"\x01"
 TICKET_NBYTES = 16
 SESSION_NBYTES = 16
+ANSWER_NBYTES = 512
+"""Room for a refusal in words; a ticket and a session are shorter."""
 SOCKET_TIMEOUT_S = 10.0
 
 
@@ -130,7 +132,7 @@ class RegionTable:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._open: list[Registration] = []
-        self._joined = False
+        self._registering = asyncio.Lock()
 
     async def register(self, nbytes: int, kind: Kind, label: str, lease_s: float) -> Registration:
         """Creates shared memory and registers it with the server.
@@ -138,16 +140,19 @@ class RegionTable:
         Raises RegionInvalid when the memory cannot be made, the server is on another machine, or it reads other
         memory than ours; QuotaRegions and what else the server refuses.
         """
+        await self._connection.capabilities()
         segment = Segment(nbytes, kind)
-        try:
-            request = pb.RegisterRegionRequest(nbytes=nbytes, label=label, lease_s=lease_s)
-            await self._name_memory(segment, request)
-            answer = await self._call(self._connection.regions.RegisterRegion, request)
-        finally:
-            segment.hide()
-        heartbeat = asyncio.create_task(self._keep(answer.handle, answer.lease_s / RENEWALS_A_LEASE))
-        registration = Registration(segment=segment, handle=answer.handle, heartbeat=heartbeat)
-        self._open.append(registration)
+        # One after the other: none may change whose the next calls are while another is on its way.
+        async with self._registering:
+            try:
+                request = pb.RegisterRegionRequest(nbytes=nbytes, label=label, lease_s=lease_s)
+                await self._name_memory(segment, request)
+                answer = await self._call(self._connection.regions.RegisterRegion, request)
+            finally:
+                segment.hide()
+            heartbeat = asyncio.create_task(self._keep(answer.handle, answer.lease_s / RENEWALS_A_LEASE))
+            registration = Registration(segment=segment, handle=answer.handle, heartbeat=heartbeat)
+            self._open.append(registration)
         try:
             await self._probe(registration)
         except BaseException:
@@ -181,26 +186,14 @@ class RegionTable:
                 continue
 
     async def _name_memory(self, segment: Segment, request: pb.RegisterRegionRequest) -> None:
-        path = (await self._connection.capabilities()).region_socket
-        if segment.kind is Kind.MEMFD:
-            ticket, session = await asyncio.to_thread(_hand_over, path, segment.fd)
-            self._connection.adopt(session)
-            request.memfd.ticket = ticket
-        else:
-            await self._join(path)
+        if segment.kind is Kind.POSIX:
             request.posix.name = segment.name
-        self._joined = True
-
-    async def _join(self, path: str) -> None:
-        # All regions must belong to one identity, and the one that the socket gives is what memfds will have.
-        if self._joined or not path or not await asyncio.to_thread(os.path.exists, path):
             return
-        probe = Segment(1, Kind.MEMFD)
-        try:
-            _, session = await asyncio.to_thread(_hand_over, path, probe.fd)
+        path = (await self._connection.capabilities()).region_socket
+        request.memfd.ticket, session = await asyncio.to_thread(_hand_over, path, segment.fd)
+        if not self._open:
+            # A user outlives its connections; regions that are open already belong to who we were until now.
             self._connection.adopt(session)
-        finally:
-            probe.hide()
 
     async def _probe(self, registration: Registration) -> None:
         nonce = secrets.token_bytes(min(NONCE_NBYTES, registration.segment.nbytes))
@@ -234,12 +227,12 @@ def _hand_over(path: str, fd: int) -> tuple[bytes, str]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.settimeout(SOCKET_TIMEOUT_S)
             door.connect(path)
-            socket.send_fds(door, [b"\0"], [fd])
-            answer = door.recv(TICKET_NBYTES + SESSION_NBYTES)
+            socket.send_fds(door, [GREETING], [fd])
+            answer = door.recv(ANSWER_NBYTES)
     except OSError as error:
         raise errors.RegionInvalid(
             f"the server's region socket cannot be reached from here: {error.strerror or error}", field="kind"
         ) from None
     if len(answer) != TICKET_NBYTES + SESSION_NBYTES:
-        raise errors.RegionInvalid("the server's region socket refused the file", field="kind")
+        raise errors.RegionInvalid(answer.decode(errors="replace") or "the region socket hung up", field="kind")
     return answer[:TICKET_NBYTES], answer[TICKET_NBYTES:].hex()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
@@ -11,17 +11,37 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from dqkv import errors
-from dqkv.client.arrays import Array, Home, HostArray, as_torch, host_array, host_tensor, integers, is_torch
-from dqkv.client.arrays import dtype_of as _dtype_of
+from dqkv.client.arrays import Array, Home, HostArray, as_torch, dtype_of, host_array, host_tensor, integers, is_torch
 from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Gradients, Lengths, LseScope, Options, Problem, Window
+from dqkv.tensor import Tensor
 
 C = TypeVar("C", bound=StrEnum)
+D = TypeVar("D")
 
 OVERLAP_WORK = 100_000
 """Steps spent on telling interleaved views apart; what is harder counts as overlapping."""
 
 
-class Given(TypedDict, total=False):
+class GivenOptions(TypedDict, total=False):
+    """What forward and backward share: the lengths of sequences, and the options; `Given` says what each is."""
+
+    cu_seqlens_q: Array | None
+    cu_seqlens_k: Array | None
+    seqused_q: Array | None
+    seqused_k: Array | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    softmax_scale: float | None
+    causal: bool
+    window: Window | tuple[int | None, int | None]
+    sink_token_length: int
+    softcap: float
+    deterministic: bool
+    grad_dtype: Any
+    arch: Arch | str
+
+
+class Given(GivenOptions, total=False):
     """What a backward takes besides q, k, v, dout. Shapes are those of `dqkv.Problem`; each may be left out.
 
     | name | default | what it is |
@@ -51,20 +71,6 @@ class Given(TypedDict, total=False):
     softmax_lse: Array | None
     dlse: Array | None
     sink: Array | None
-    cu_seqlens_q: Array | None
-    cu_seqlens_k: Array | None
-    seqused_q: Array | None
-    seqused_k: Array | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    softmax_scale: float | None
-    causal: bool
-    window: Window | tuple[int | None, int | None]
-    sink_token_length: int
-    softcap: float
-    deterministic: bool
-    grad_dtype: Any
-    arch: Arch | str
     lse_scope: LseScope | str
     dq: Array | None
     dk: Array | None
@@ -107,9 +113,13 @@ class Request:
 
     def problem(self) -> Problem[HostArray]:
         """The checked problem. Raises the InvalidRequest of what does not fit, before anything is sent."""
+        return self.described(host_tensor)
+
+    def described(self, describe: Callable[[str, Array], Tensor[D]]) -> Problem[D]:
+        """The checked problem with its tensors as `describe` (role, array) sees them. Raises an InvalidRequest."""
         given = {role: getattr(self, role) for role in INPUT_ROLES}
         return Problem(
-            **{role: host_tensor(role, array) for role, array in given.items() if array is not None},
+            **{role: describe(role, array) for role, array in given.items() if array is not None},
             queries=self._lengths("q"),
             keys=self._lengths("k"),
             options=self._options(),
@@ -147,7 +157,7 @@ class Request:
             window=self._window(),
             softcap=float(self.softcap),
             deterministic=bool(self.deterministic),
-            grad_dtype=None if self.grad_dtype is None else _dtype_of("grad_dtype", self.grad_dtype),
+            grad_dtype=None if self.grad_dtype is None else dtype_of("grad_dtype", self.grad_dtype),
             arch=choice("arch", Arch, self.arch),
             lse_scope=choice("lse_scope", LseScope, self.lse_scope),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# multiprocessing.shared_memory would register the name with a tracker that later removes others' segments.
+import _posixshmem  # type: ignore[import-not-found]
 import fcntl
 import mmap
 import os
@@ -143,13 +145,8 @@ class Segment:
 def _create(name: str) -> int:
     if not name:
         return os.memfd_create("dqkv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # multiprocessing.shared_memory would register the name with a tracker that later removes others' segments.
-    import _posixshmem
-
     return int(_posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600))
 
 
 def _unlink(name: str) -> None:
-    import _posixshmem
-
     _posixshmem.shm_unlink(name)
