@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -68,15 +70,19 @@ def write_tensor(fd: int, tensor: Tensor[InBlock], source: memoryview | NDArray[
     run_nbytes = footprint.run_nbytes
     size, stride = footprint.dims[-1] if footprint.dims else (1, run_nbytes)
     position = 0
-    for base in footprint.bases():
-        for start in range(base, base + size * stride, stride):
-            _write(fd, view[position : position + run_nbytes], start)
-            position += run_nbytes
+    with _write_errors():
+        for base in footprint.bases():
+            for start in range(base, base + size * stride, stride):
+                run = view[position : position + run_nbytes]
+                written = os.pwrite(fd, run, start) if run_nbytes <= CALL_NBYTES else 0
+                if written != run_nbytes:
+                    _write(fd, run[written:], start + written)
+                position += run_nbytes
 
 
 def _memory_order(tensor: Tensor[Any]) -> list[int]:
-    """Dimensions from the largest stride to the smallest."""
-    return sorted(range(len(tensor.shape)), key=lambda index: -tensor.strides[index])
+    """Dimensions from the largest stride to the smallest, equal ones as in a Footprint."""
+    return sorted(range(len(tensor.shape)), key=lambda index: tensor.strides[index])[::-1]
 
 
 def _packed_strides(tensor: Tensor[Any]) -> tuple[int, ...]:
@@ -110,7 +116,10 @@ def _read_runs(fd: int, data: NDArray[np.uint8], base: int, footprint: Footprint
     run_nbytes, view = footprint.run_nbytes, data.data
     position = 0
     for start in range(base, base + size * stride, stride):
-        _read(fd, view[position : position + run_nbytes], start)
+        run = view[position : position + run_nbytes]
+        count = os.preadv(fd, [run], start) if run_nbytes <= CALL_NBYTES else 0
+        if count != run_nbytes:
+            _read(fd, run[count:], start + count)
         position += run_nbytes
 
 
@@ -138,9 +147,14 @@ def _read(fd: int, view: memoryview, start: int) -> None:
 
 def _write(fd: int, view: memoryview, start: int) -> None:
     done = 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done : done + CALL_NBYTES], start + done)
+
+
+@contextmanager
+def _write_errors() -> Iterator[None]:
     try:
-        while done < view.nbytes:
-            done += os.pwrite(fd, view[done : done + CALL_NBYTES], start + done)
+        yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise errors.QuotaBytes("the file system of the region is full", retry_after_s=1.0) from error

@@ -31,21 +31,20 @@ class Staging:
 
     def __init__(self, pool: StagingPool, slot: _Slot, nbytes: int) -> None:
         self._pool = pool
-        self._slot = slot
-        self._released = False
+        self._slot: _Slot | None = slot
         self.block: Block = slot.block
         self.view: memoryview = slot.lend(nbytes)
 
     def release(self) -> None:
         """Gives the memory back; again does nothing. What a view still shows is not lent again before that ends."""
-        if self._released:
+        slot, self._slot = self._slot, None
+        if slot is None:
             return
-        self._released = True
         # An array that somebody made of it still shows the memory; the slot finds out when that is gone.
         with contextlib.suppress(BufferError):
             self.view.release()
         self.view = memoryview(b"")
-        self._pool.give_back(self._slot)
+        self._pool.give_back(slot)
 
     def __enter__(self) -> Staging:
         return self
