@@ -80,7 +80,7 @@ class GrpcServers:
         # The streams that were left have been cancelled; their threads end by themselves.
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._settings.unix_socket is not None:
-            self._settings.unix_socket.unlink(missing_ok=True)  # noqa: ASYNC240 - one call into the kernel
+            self._settings.unix_socket.unlink(missing_ok=True)
 
     def _add_services(self, stream_port: int) -> None:
         core, settings = self._core, self._settings

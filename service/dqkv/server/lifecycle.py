@@ -11,6 +11,8 @@ import structlog
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 KILLED_EXIT = 128
+SAME_S = 1.0
+"""Signals this close together are one: a terminal and a wrapper may both pass it on."""
 
 
 class Startable(Protocol):
@@ -32,12 +34,17 @@ async def live(server: Startable) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    first = 0.0
+
     def on_signal(number: signal.Signals) -> None:
-        if stopped.is_set():
+        nonlocal first
+        if not stopped.is_set():
+            log.info("draining", signal=number.name)
+            first = loop.time()
+            stopped.set()
+        elif loop.time() - first > SAME_S:
             log.warning("ending at once", signal=number.name)
             os._exit(KILLED_EXIT + number)
-        log.info("draining", signal=number.name)
-        stopped.set()
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)

@@ -1,0 +1,148 @@
+"""A real server, started as an operator starts it, on free ports, with its log read as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+START_S = 60.0
+STOP_S = 30.0
+COMMAND = (sys.executable, "-m", "dqkv", "serve")
+
+DEFAULTS = {
+    "DQKV_PORT": "0",
+    "DQKV_STREAM_PORT": "0",
+    "DQKV_HTTP_PORT": "0",
+    "DQKV_CPU_THREADS": "1",
+    "DQKV_LOG_FORMAT": "json",
+    "DQKV_LOG_LEVEL": "debug",
+}
+
+
+@dataclass(eq=False)
+class Running:
+    """A server's process; `events` are its log lines so far."""
+
+    process: subprocess.Popen[str]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    _fresh: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
+
+    def read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            self.events.append(event)
+            self._fresh.put(event)
+        self._fresh.put(None)
+
+    def wait_for(self, name: str, timeout_s: float = START_S, **facts: Any) -> dict[str, Any]:
+        """The next log line with this event and these facts; what came before is passed over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            event = self._fresh.get(timeout=max(deadline - time.monotonic(), 0.001))
+            if event is None:
+                raise AssertionError(f"the server ended:\n{''.join(self.lines)}")
+            if event.get("event") == name and all(event.get(key) == value for key, value in facts.items()):
+                return event
+
+    @property
+    def address(self) -> dict[str, Any]:
+        return next(event for event in self.events if event.get("event") == "serving")
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.address['grpc_port']}"
+
+    @property
+    def stream_target(self) -> str:
+        return f"127.0.0.1:{self.address['stream_port']}"
+
+    def http(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        url = f"http://127.0.0.1:{self.address['http_port']}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric's value, summed over what `labels` leaves open; 0 when it was never counted."""
+        total = 0.0
+        for line in self.http("/metrics")[1].decode().splitlines():
+            head, _, value = line.rpartition(" ")
+            if head.split("{")[0] == name and all(f'{key}="{want}"' in head for key, want in labels.items()):
+                total += float(value)
+        return total
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Sends a signal, and returns the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(STOP_S)
+
+
+@contextlib.contextmanager
+def running(*, ready: bool = True, **settings: str) -> Iterator[Running]:
+    """A server with these settings (DQKV_ names in lower case without the prefix); killed at the end."""
+    process = spawn(**settings)
+    server = Running(process)
+    reader = threading.Thread(target=server.read_log, daemon=True)
+    reader.start()
+    try:
+        if ready:
+            server.wait_for("serving")
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait(STOP_S)
+        reader.join(STOP_S)
+
+
+def spawn(**settings: str) -> subprocess.Popen[str]:
+    """The process alone."""
+    own = {f"DQKV_{name.upper()}": value for name, value in settings.items()}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("DQKV_")}
+    return subprocess.Popen(COMMAND, env={**clean, **DEFAULTS, **own}, stderr=subprocess.PIPE, text=True)
+
+
+def open_channel(target: str, **options: Any) -> grpc.Channel:
+    """A channel whose connection is its own, and so a caller of its own."""
+    return grpc.insecure_channel(
+        target,
+        [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            *options.items(),
+        ],
+    )
+
+
+def eventually(truth: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + timeout_s
+    while not truth():
+        if time.monotonic() > deadline:
+            raise AssertionError("it did not come true in time")
+        time.sleep(0.02)
