@@ -1,0 +1,1 @@
+"""The commands of `dqkv`: each module is one of them, or what two of them share."""
