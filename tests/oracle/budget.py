@@ -27,6 +27,8 @@ ABSOLUTE_FLOOR = 1e-6
 EMULATED_KEPT = 4
 BIAS_LIMIT = 0.2
 """Largest mean signed error, as a part of the root mean square."""
+DP_NOISE = 2.0**-22
+"""Error of a fp32 sum of products, as a part of the product of the two rows' lengths; a few times the usual one."""
 LOG2E = 1.4426950408889634
 FROBENIUS_SEQLEN = 2048
 """From this length on the largest error of a tensor hides lost accumulation and wrong small heads."""
@@ -54,13 +56,18 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Emulated:
-    """Gradients as a kernel rounds them, in flat rows; dsink_noise (heads,) is what rounding out leaves in dsink."""
+    """Gradients as a kernel rounds them, in flat rows, and what rounding may leave where they cancel to zero.
+
+    dsink_noise (heads,) is of rounding out, dq_noise and dk_noise, in the shapes of dq and dk, of summing dP in fp32.
+    """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dsink: Tensor | None
     dsink_noise: Tensor
+    dq_noise: Tensor
+    dk_noise: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +104,7 @@ def emulate(case: Case, variant: Variant = AS_IS) -> Emulated:
     dk = torch.zeros(shape.total_k, case.num_heads_kv, case.head_dim)
     dv = torch.zeros(shape.total_k, case.num_heads_kv, case.head_dim_v)
     sink = None if values.sink is None else values.sink.float()
+    dq_noise, dk_noise = torch.zeros_like(dq), torch.zeros_like(dk)
     dsink, noise = torch.zeros(case.num_heads_q), torch.zeros(case.num_heads_q)
     for index, sequence in enumerate(shape.sequences):
         q_start, q_len, k_start, k_len = sequence
@@ -118,6 +126,10 @@ def emulate(case: Case, variant: Variant = AS_IS) -> Emulated:
             noise += ((p_sink * (dout[rows] * out[rows]).square().sum(-1).sqrt().T) ** 2).sum(-1)
         dp = torch.einsum("ihd,jhd->hij", dout[rows], wide_v)
         ds = (p * (dp - delta[..., None] + dlse[..., None]) * slope).masked_fill(~keep, 0.0)
+        unsure = (case.scale * DP_NOISE * p * _norms(dout[rows])[..., None] * _norms(wide_v)[:, None]).square()
+        dq_noise[rows] = torch.einsum("hij,jhd->ihd", unsure, wide_k.square()).sqrt()
+        wide_noise = torch.einsum("hij,ihd->jhd", unsure, q[rows].square())
+        dk_noise[keys] = wide_noise.reshape(k_len, case.num_heads_kv, group, case.head_dim).sum(2).sqrt()
         p, ds = p.to(dtype).float(), ds.to(dtype).float()
         dq[rows] = case.scale * torch.einsum("hij,jhd->ihd", ds, wide_k)
         wide_dk = case.scale * torch.einsum("hij,ihd->jhd", ds, q[rows])
@@ -130,6 +142,8 @@ def emulate(case: Case, variant: Variant = AS_IS) -> Emulated:
         dv=dv.to(answer_dtype),
         dsink=None if sink is None else dsink.to(TORCH_DTYPES[_sink_dtype(case, variant)]),
         dsink_noise=noise.sqrt(),
+        dq_noise=dq_noise,
+        dk_noise=dk_noise,
     )
 
 
@@ -144,12 +158,12 @@ def error_budget(case: Case, variant: Variant = AS_IS) -> Mapping[str, float]:
     sink_dtype = _sink_dtype(case, variant)
     case = variant.of(case)
     values, exact = make_values(case), solved(case)
-    cancel = 2.0**-20 * abs(case.scale) * _longest_row(values.dout) * _longest_row(values.v)
-    floors = {
-        "dq": cancel * _largest(values.k),
-        "dk": cancel * _largest(values.q) * math.sqrt(max(1, case.seqlen_q * case.group_size)),
-        "dv": 0.0,
-    }
+    if variant.answer_dtype(case) == "fp32":
+        floors = {"dq": _largest(emulated.dq_noise), "dk": _largest(emulated.dk_noise), "dv": 0.0}
+    else:
+        cancel = 2.0**-20 * abs(case.scale) * _largest(_norms(values.dout.to(F64))) * _largest(_norms(values.v.to(F64)))
+        over_rows = math.sqrt(max(1, case.seqlen_q * case.group_size))
+        floors = {"dq": cancel * _largest(values.k), "dk": cancel * _largest(values.q) * over_rows, "dv": 0.0}
     budget = {}
     for name in GRADIENTS:
         want = getattr(exact, name)
@@ -297,5 +311,6 @@ def _largest(t: Tensor) -> float:
     return t.to(F64).abs().max().item() if t.numel() else 0.0
 
 
-def _longest_row(t: Tensor) -> float:
-    return t.to(F64).square().sum(-1).sqrt().max().item() if t.numel() else 0.0
+def _norms(t: Tensor) -> Tensor:
+    """(heads, rows) lengths of the rows of (rows, heads, width)."""
+    return t.square().sum(-1).sqrt().T

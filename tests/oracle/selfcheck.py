@@ -167,15 +167,15 @@ def _differentiable(
 
 
 def _allowed(case: Case, q_len: int, k_len: int) -> Tensor:
-    """The mask, row by row and straight from the case, so that it shares nothing with `visible`."""
+    """The mask, key by key and straight from the case, so that it shares nothing with `visible`."""
     allowed = torch.zeros(q_len, k_len, dtype=torch.bool)
     for i in range(q_len):
         diagonal = i + k_len - q_len
         right = 0 if case.causal else case.window_right
-        end = k_len if right is None else min(k_len, diagonal + right + 1)
+        end = k_len if right is None else max(0, min(k_len, diagonal + right + 1))
         start = 0 if case.window_left is None else diagonal - case.window_left
-        for j in range(max(0, end)):
-            allowed[i, j] = j >= start or j < case.sink_token_length
+        row = [j >= start or j < case.sink_token_length for j in range(end)]
+        allowed[i, :end] = torch.tensor(row, dtype=torch.bool)
     return allowed
 
 

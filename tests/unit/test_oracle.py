@@ -245,6 +245,19 @@ def test_16_bit_rounding_is_found_where_fp32_was_asked_for(name):
     assert complaints_about(case, rounded, variant)
 
 
+@pytest.mark.parametrize("name", ["noncausal_square_128", "gqa_12_3_dv128", "softcap10_causal", "sink_token_det"])
+def test_10_bit_products_are_found_where_fp32_was_sent(name):
+    case, variant = BY_NAME[name], VARIANT["fp32"]
+    values = make_values(with_dtype(case, "fp32"))
+    # The mantissa that matrix units keep of a float32 unless they are told not to.
+    short = {
+        role: ((getattr(values, role).view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+        for role in ("q", "k", "v", "dout")
+    }
+    found = complaints_about(case, solve(with_dtype(case, "fp32"), replace(values, **short)), variant)
+    assert [text.split(":")[0] for text in found] == ["dq", "dk", "dv"]
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

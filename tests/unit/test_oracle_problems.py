@@ -20,6 +20,15 @@ from dqkv.tensor import DType
 VARIANT = {variant.name: variant for variant in VARIANTS}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small matrices gain nothing from threads that wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def each(rows):
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
