@@ -1,0 +1,45 @@
+"""What a process is made of, as /proc tells it: children, memory, whether it lives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def children(pid: int) -> list[int]:
+    """Its child processes; a server's are one a device."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def anonymous_nbytes(pid: int) -> int:
+    """Memory that it has for itself alone, without the files that it maps."""
+    fields = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in fields if line.startswith("RssAnon"))) << 10
+
+
+def open_files(pid: int) -> int:
+    """How many descriptors it holds."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that only waits to be buried does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_for(value: Callable[[], T], what: str, timeout_s: float = 10.0) -> T:
+    """The first true value, asked for again and again. Raises AssertionError, naming what it is, after timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := value()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
