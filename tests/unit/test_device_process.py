@@ -21,6 +21,7 @@ from blocks import Sizes, describe, exact, placed
 from dqkv import errors
 from dqkv.backend import messages
 from dqkv.backend.base import DeviceState, Task
+from dqkv.backend.channel import Channel
 from dqkv.backend.process import Backoff, Death, DeviceProcess, DeviceSettings
 from dqkv.memory.block import Block, InBlock
 from dqkv.problem import Arch, Lengths, Options, Problem
@@ -198,6 +199,34 @@ async def test_frames_survive_any_cut() -> None:
         for start in range(0, len(stream), step):
             got += [messages.decode_to_device(body) for body in frames.feed(stream[start : start + step])]
         assert got == [run, messages.Stop(), messages.Cancel(7)]
+
+
+async def test_the_front_never_waits_for_a_device_that_does_not_read() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel(ours)
+    sent = [messages.Cancel(task_id) for task_id in range(50_000)]
+    for message in sent:
+        channel.send(message)
+    frames, got = messages.Frames(), []
+    with theirs:
+        while len(got) < len(sent):
+            data = await asyncio.wait_for(asyncio.to_thread(theirs.recv, 1 << 20), 10)
+            got += [messages.decode_to_device(body) for body in frames.feed(data)]
+        assert got == sent
+        theirs.sendall(messages.frame(messages.Refused("no")))
+        assert await channel.receive() == messages.Refused("no")
+    channel.close()
+    channel.close()
+    channel.send(messages.Stop())
+
+
+async def test_what_is_no_message_ends_the_conversation() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel(ours)
+    with theirs:
+        theirs.sendall(b"\x05\x00\x00\x00wrong")
+        assert await channel.receive() is None
+    channel.close()
 
 
 # ---- faults

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections import deque
 
+import msgspec
+
 from dqkv.backend import messages
+
+_log = logging.getLogger(__name__)
 
 _READ_NBYTES = 1 << 16
 
@@ -25,14 +30,16 @@ class Channel:
     def send(self, message: messages.ToDevice, *, fd: int | None = None) -> None:
         """Send a message after those before it; its file `fd` must stay open until the device answered for it.
 
-        Nothing is raised when the device is gone: reading finds that out.
+        Nothing is raised when the device is gone or this end is closed: reading finds that out.
         """
+        if self._socket.fileno() < 0:
+            return
         self._unsent.append((memoryview(messages.frame(message)), fd))
         if len(self._unsent) == 1:
             self._flush()
 
     async def receive(self) -> messages.FromDevice | None:
-        """The next message; None when the device's end is closed. Raises msgspec.ValidationError."""
+        """The next message; None when the device's end is closed, or it sent what is no message."""
         while not self._received:
             try:
                 data = await self._loop.sock_recv(self._socket, _READ_NBYTES)
@@ -40,7 +47,11 @@ class Channel:
                 return None
             if not data:
                 return None
-            self._received.extend(messages.decode_from_device(body) for body in self._frames.feed(data))
+            try:
+                self._received.extend(messages.decode_from_device(body) for body in self._frames.feed(data))
+            except msgspec.MsgspecError:
+                _log.exception("a device's process sent what is no message")
+                return None
         return self._received.popleft()
 
     def close(self) -> None:

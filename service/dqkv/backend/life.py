@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import msgspec
-
 from dqkv import errors
 from dqkv.backend import messages
 from dqkv.backend.base import DeviceInfo, Task
@@ -101,12 +99,7 @@ class Life:
     async def answers(self) -> AsyncIterator[int]:
         """The task_id of each task as it is answered, until the process is gone."""
         while True:
-            try:
-                message = await self._channel.receive()
-            except msgspec.ValidationError:
-                _log.exception("device %s: its process sent what is no message", self._settings.name)
-                return
-            match message:
+            match message := await self._channel.receive():
                 case messages.Done(task_id, report):
                     self._answer(task_id, report)
                     yield task_id

@@ -144,7 +144,12 @@ class DeviceProcess:
 
     async def _supervise(self) -> None:
         while True:
-            death = await self._live()
+            try:
+                death = await self._live()
+            except Exception:  # noqa: BLE001 - the device must not stay down for it
+                # Its process is dead and buried, whatever it was.
+                _log.exception("device %s: watching its process failed", self.name)
+                death = Death.EXIT
             supervisor = asyncio.current_task()
             if self._stopping or (supervisor is not None and supervisor.cancelling()):
                 # A cancellation that came during a burial waited for its end.

@@ -28,8 +28,14 @@ EXIT_PROTOCOL = 5
 
 _READ_NBYTES = 1 << 20
 _FDS_LIMIT = 16
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory")
-"""How torch's allocators say it, in lower case; they raise a plain RuntimeError on a CPU."""
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "can't start new thread",
+)
+"""How torch's allocators and Python's threads say it, in lower case, with a plain RuntimeError."""
 
 
 def main() -> None:
