@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from dqkv.client.endpoint import Tls
+    from dqkv.courier import Door
+
 app = typer.Typer(name="dqkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Address = Annotated[str, typer.Argument(help="host:port of the server's gRPC port, or unix:/path")]
+RootCa = Annotated[Path | None, typer.Option(help="PEM file of the CA to trust; any of these four turns TLS on")]
+Certificate = Annotated[Path | None, typer.Option(help="PEM file of our own certificate, for mutual TLS")]
+Key = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key")]
+ServerName = Annotated[str | None, typer.Option(help="name in the server's certificate, if it is not the host")]
+TokenFile = Annotated[Path | None, typer.Option(help="file that holds a bearer token")]
 
 
 def main() -> None:
@@ -33,6 +45,53 @@ def serve(
 
 
 @app.command()
+def demo() -> None:
+    """Start a server here, send it three requests, and show their errors and where the time went."""
+    from dqkv.cli.demo import run
+
+    raise typer.Exit(run())
+
+
+@app.command()
+def check(
+    address: Address,
+    root_ca: RootCa = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    server_name: ServerName = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Send problems with known gradients to a running server by every transport; exit code 0 when all are right."""
+    from dqkv.cli.check import run
+
+    raise typer.Exit(run(_door(address, _tls(root_ca, certificate, key, server_name), token_file)))
+
+
+@app.command()
+def bench(
+    address: Address,
+    root_ca: RootCa = None,
+    certificate: Certificate = None,
+    key: Key = None,
+    server_name: ServerName = None,
+    token_file: TokenFile = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32")] = "bf16",
+    seconds: Annotated[float, typer.Option(min=0.1, help="longest time for a row of the table")] = 2.0,
+) -> None:
+    """Time a running server: problems of several sizes by every transport."""
+    from dqkv import errors
+    from dqkv.cli.bench import run
+    from dqkv.client.arrays import dtype_of
+
+    try:
+        kind = dtype_of("dtype", dtype)
+    except errors.DTypeMismatch as error:
+        raise typer.BadParameter(error.message, param_hint="--dtype") from None
+    door = _door(address, _tls(root_ca, certificate, key, server_name), token_file)
+    raise typer.Exit(run(door, dtype=kind, seconds=seconds))
+
+
+@app.command()
 def settings() -> None:
     """List what can be set: the name in the environment, its default, and what it means."""
     from rich.console import Console
@@ -44,6 +103,28 @@ def settings() -> None:
     for knob in table():
         rows.add_row(knob.name, knob.default, knob.meaning)
     Console().print(rows)
+
+
+def _tls(root_ca: Path | None, certificate: Path | None, key: Path | None, server_name: str | None) -> Tls | None:
+    from dqkv import errors
+    from dqkv.client.endpoint import Tls
+
+    if root_ca is None and certificate is None and key is None and server_name is None:
+        return None
+    try:
+        return Tls(root_ca=root_ca, certificate=certificate, key=key, server_name=server_name)
+    except errors.OptionInvalid as error:
+        raise typer.BadParameter(error.message) from None
+
+
+def _door(address: str, tls: Tls | None, token_file: Path | None) -> Door:
+    from dqkv.courier import Door
+
+    try:
+        token = None if token_file is None else token_file.read_text().strip()
+    except OSError as error:
+        raise typer.BadParameter(f"{token_file}: {error.strerror}", param_hint="--token-file") from None
+    return Door(address=address, tls=tls, token=token)
 
 
 def _pairs(settings: list[str]) -> dict[str, str]:

@@ -43,10 +43,14 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The exact gradients by role, in the shapes of the problem, and the error that each may have (maximum norm)."""
+    """The exact gradients by role, in the shapes of the problem, and the error that each may have (maximum norm).
+
+    zero: rows of dq, dk, dv that must be exactly 0, because they see, or are seen by, nothing: bool, flat.
+    """
 
     gradients: Mapping[str, Array]
     budget: Mapping[str, float]
+    zero: Mapping[str, Array]
 
 
 def forward(problem: Problem[Array]) -> Forward:
@@ -84,7 +88,7 @@ def expect(problem: Problem[Array], exact: Forward) -> Expected:
             + floors.get(role, 0.0)
             + FLOOR
         )
-    return Expected(gradients=want, budget=budget)
+    return Expected(gradients=want, budget=budget, zero=_blind_rows(problem))
 
 
 def backward(problem: Problem[Array], given: Forward, rounding: np.dtype[Any]) -> dict[str, Array]:
@@ -118,15 +122,27 @@ def backward(problem: Problem[Array], given: Forward, rounding: np.dtype[Any]) -
     return found
 
 
-def worst(expected: Expected, gradients: Mapping[str, Array]) -> dict[str, float]:
+def ratios(expected: Expected, gradients: Mapping[str, Array]) -> dict[str, float]:
     """The largest error of each gradient as a part of its budget: right up to 1.0; NaN where a value is not finite."""
-    ratios = {}
+    found = {}
     for role in GRADIENT_ROLES:
         if role in expected.gradients:
             have = np.asarray(gradients[role]).astype(np.float64)
             error = _largest(have - expected.gradients[role]) if np.isfinite(have).all() else math.nan
-            ratios[role] = error / expected.budget[role]
-    return ratios
+            found[role] = error / expected.budget[role]
+    return found
+
+
+def complaints(expected: Expected, gradients: Mapping[str, Array]) -> list[str]:
+    """What is wrong with an answer; empty when it is right."""
+    found = [f"{role} is not finite" for role, ratio in ratios(expected, gradients).items() if math.isnan(ratio)]
+    for role, ratio in ratios(expected, gradients).items():
+        if ratio > 1:
+            found.append(f"{role} has {ratio:.3g} times the error it may have")
+    for role, zero in expected.zero.items():
+        if np.any(_flat(np.asarray(gradients[role]))[zero]):
+            found.append(f"{role} has values in rows that nothing flows into")
+    return found
 
 
 def _sequences(problem: Problem[Array]) -> Iterator[tuple[slice, slice]]:
@@ -158,6 +174,16 @@ def _scores(problem: Problem[Array], q: Array, k: Array) -> tuple[Array, Any]:
     if window.left is not None:
         seen &= (key >= at - window.left) | (key < window.sink_token_length)
     return np.where(seen, scores, -np.inf), slope
+
+
+def _blind_rows(problem: Problem[Array]) -> dict[str, Array]:
+    zero_q, zero_k = np.ones(problem.shape.rows_q, bool), np.ones(problem.shape.rows_k, bool)
+    for rows, keys in _sequences(problem):
+        q, k, _ = _sequence(problem, rows, keys, np.float64)
+        scores, _ = _scores(problem, np.zeros_like(q), np.zeros_like(k))
+        seen = np.any(np.isfinite(scores), axis=0)
+        zero_q[rows], zero_k[keys] = ~np.any(seen, axis=1), ~np.any(seen, axis=0)
+    return {"dq": zero_q, "dk": zero_k, "dv": zero_k}
 
 
 def _log_sum(scores: Array, sink: Array | None) -> Array:

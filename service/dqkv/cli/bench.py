@@ -1,0 +1,137 @@
+"""`dqkv bench`: how long a running server takes for problems of several sizes, by each transport."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dqkv import errors
+from dqkv.client.arrays import NUMPY_DTYPES, HostArray
+from dqkv.courier import Courier, Door, Transport
+from dqkv.problem import Options, Problem, Report, Window
+from dqkv.tensor import DType, Tensor
+
+ROUNDS_LIMIT = 200
+WARM_UP_ROUNDS = 1
+"""The first request of a size touches fresh memory on both sides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One causal problem with as many key heads as query heads."""
+
+    batch_size: int = 1
+    seqlen: int
+    num_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.batch_size}x{self.seqlen}x{self.num_heads}x{self.head_dim}"
+
+
+SIZES = (
+    Size(seqlen=16, num_heads=1, head_dim=64),  # nearly no work: what a call costs
+    Size(seqlen=256, num_heads=8, head_dim=64),  # fits in one message
+    Size(seqlen=1024, num_heads=16, head_dim=128),  # 28 MB: bytes and work both count
+    Size(seqlen=4096, num_heads=16, head_dim=128),  # 112 MB: work grows faster than bytes
+    Size(seqlen=16384, num_heads=16, head_dim=128),  # 448 MB: for a GPU
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one size by one transport took: median seconds, and the parts of the last answer's report."""
+
+    rounds: int
+    round_trip_s: float
+    moved_nbytes: int
+    report: Report
+
+
+def run(door: Door, *, dtype: DType, seconds: float) -> int:
+    """Prints a table, a row for at most `seconds` each; 0 when every request was answered, else 1."""
+    console = Console()
+    try:
+        with Courier(door) as courier:
+            control_s = _median(courier.client.capabilities, seconds)
+            console.print(f"{door.address}: a call that moves no tensors takes {control_s * 1e3:.2f} ms")
+            table, answered = _measure(courier, dtype, seconds)
+    except errors.DqkvError as error:
+        console.print(f"{door.address}: {error.reason}: {error.message}", style="bold red")
+        return 1
+    console.print(table)
+    return 0 if answered else 1
+
+
+def _measure(courier: Courier, dtype: DType, seconds: float) -> tuple[Table, bool]:
+    title = f"causal, {dtype}, batch x rows x heads x width; milliseconds, the median of at most {seconds:g} s a row"
+    table = Table("problem", "by", title=title, box=box.SIMPLE)
+    for name in ("rounds", "round trip", "queued", "transfer", "device", "total", "GB/s", "GFLOP/s"):
+        table.add_column(name, justify="right")
+    answered = True
+    for size in SIZES:
+        problem = _problem(size, dtype)
+        estimate = courier.client.estimate(problem)
+        if estimate.device_s > seconds:
+            table.add_row(str(size), f"left out: one takes about {estimate.device_s:.0f} s on {estimate.device}")
+            continue
+        for transport in Transport:
+            try:
+                row = _time(courier, problem, transport, seconds)
+            except errors.DqkvError as error:
+                answered = answered and isinstance(error, errors.RegionInvalid | errors.TooLarge)
+                table.add_row(str(size), str(transport), error.reason)
+                continue
+            table.add_row(str(size), str(transport), *_cells(row, estimate.flops))
+    return table, answered
+
+
+def _time(courier: Courier, problem: Problem[HostArray], transport: Transport, seconds: float) -> Row:
+    with courier.load(problem, transport) as load:
+        for _ in range(WARM_UP_ROUNDS):
+            answer = load.send()
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while not times or (time.perf_counter() < end and len(times) < ROUNDS_LIMIT):
+            answer = load.send()
+            times.append(answer.round_trip_s)
+    tensors = [*problem.tensors.values(), *problem.gradients.values()]
+    return Row(
+        rounds=len(times),
+        round_trip_s=statistics.median(times),
+        moved_nbytes=sum(tensor.nbytes for tensor in tensors),
+        report=answer.gradients.report,
+    )
+
+
+def _cells(row: Row, flops: float) -> list[str]:
+    report = row.report
+    parts = (row.round_trip_s, report.queued_s, report.transfer_s, report.device_s, report.total_s)
+    rates = (row.moved_nbytes / row.round_trip_s / 1e9, flops / row.round_trip_s / 1e9)
+    return [str(row.rounds), *(f"{part * 1e3:.2f}" for part in parts), f"{rates[0]:.3f}", f"{rates[1]:.1f}"]
+
+
+def _problem(size: Size, dtype: DType) -> Problem[HostArray]:
+    rng = np.random.default_rng(0)
+    rows = (size.batch_size, size.seqlen, size.num_heads, size.head_dim)
+    q, k, v, dout, out = (
+        Tensor.dense(dtype, rows, rng.standard_normal(rows, np.float32).astype(NUMPY_DTYPES[dtype])) for _ in range(5)
+    )
+    return Problem(q=q, k=k, v=v, dout=dout, out=out, options=Options(window=Window(right=0)))
+
+
+def _median(call: Callable[[], object], seconds: float) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or (time.perf_counter() < end and len(times) < ROUNDS_LIMIT):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
