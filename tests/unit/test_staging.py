@@ -151,7 +151,7 @@ def test_a_view_is_dead_after_release(pool):
 
 @pytest.mark.parametrize(
     "look",
-    [lambda view: view[5:9], lambda view: np.frombuffer(view, dtype=np.uint8)[5:9], lambda view: memoryview(view)],
+    [lambda view: view[5:9], lambda view: np.frombuffer(view, dtype=np.uint8)[5:9], memoryview],
     ids=["slice", "array", "memoryview"],
 )
 def test_memory_that_is_still_looked_at_is_not_lent_again(pool, dropped, look):
@@ -222,8 +222,7 @@ async def test_a_new_block_is_made_while_the_loop_goes_on(pool, monkeypatch):
 
     monkeypatch.setattr(memfd, "create", slow)
     waiting = asyncio.create_task(pool.acquire_async(10 * MIB))
-    while not started.is_set():
-        await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(started.wait, 10)
     with pytest.raises(errors.QuotaBytes):  # what is being made is counted
         pool.acquire(10 * MIB)
     go.set()
@@ -232,28 +231,33 @@ async def test_a_new_block_is_made_while_the_loop_goes_on(pool, monkeypatch):
 
 
 async def test_a_request_cancelled_while_its_block_is_made_leaks_nothing(pool, monkeypatch):
-    started, go = threading.Event(), threading.Event()
+    started, go, made = threading.Event(), threading.Event(), threading.Event()
     create = memfd.create
 
     def slow(name, nbytes):
         started.set()
         assert go.wait(10)
-        return create(name, nbytes)
+        try:
+            return create(name, nbytes)
+        finally:
+            made.set()
 
     monkeypatch.setattr(memfd, "create", slow)
     waiting = asyncio.create_task(pool.acquire_async(10 * MIB))
-    while not started.is_set():
-        await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(started.wait, 10)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go.set()
+    assert await asyncio.to_thread(made.wait, 10)
     async with asyncio.timeout(10):
-        while pool.total_nbytes and not pool._idle:
+        while not pool._idle:  # noqa: ASYNC110 - the thread's end reaches the loop by itself
             await asyncio.sleep(0.001)
     assert pool.used_nbytes == 0
+    before = open_fds()
     with pool.acquire(10 * MIB):
         assert pool.total_nbytes == 10 * MIB
+        assert open_fds() == before
 
 
 async def test_memory_that_the_machine_does_not_have_is_quota_bytes_and_not_counted(pool, monkeypatch):

@@ -40,13 +40,6 @@ LOCK_S = 2.0
 _UCRED = struct.Struct("3i")
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    fd: int
-    uid: int
-    expires: float
-
-
 class FdMailbox:
     """Takes descriptors of clients at a unix socket; belongs to the event loop that started it.
 
@@ -255,6 +248,13 @@ class FdMailbox:
             os.close(fd)
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._closing.subtract, {uid: 1})
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    fd: int
+    uid: int
+    expires: float
 
 
 def _lock(folder: int) -> bool:

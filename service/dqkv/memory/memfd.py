@@ -12,6 +12,9 @@ from dqkv.memory.open_memory import OpenMemory
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 """Without them the file's owner can cut it short under a mapping, which ends the process that touches it."""
 
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Of Linux 5.1; Python 3.11 has no name for it."""
+
 
 def create(name: str, nbytes: int) -> int:
     """A new file of nbytes, in memory from its first to its last byte and sealed against a change of size.
@@ -72,10 +75,6 @@ def inspect(fd: int) -> OpenMemory:
         inode=status.st_ino,
         kind="memfd",
     )
-
-
-_F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1; Python's fcntl names it from 3.13 on."""
 
 
 def _memfd_device() -> int:

@@ -56,7 +56,7 @@ class Staging:
 class StagingPool:
     """Blocks of sealed anonymous memory, mapped here, kept warm between requests; belongs to the event loop.
 
-    A warm block costs nothing to take, a new one what the kernel takes to find its pages (0.2 to 0.9 s a GB).
+    A warm block costs nothing to take, a new one what the kernel takes to find its pages (seen: 0.2 to 0.4 s a GB).
     """
 
     def __init__(

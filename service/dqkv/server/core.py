@@ -55,8 +55,8 @@ class Core:
             block_ids=block_ids,
             on_close=self.scheduler.drop_block,
             observe=self.metrics.region_event,
-            # What a client can send or name is its own: staging memory has no name, and its descriptors stay here.
-            is_own=lambda _device, _inode: False,
+            # Staging memory has no name, but a process of the same user finds its descriptors under /proc.
+            is_own=self.staging.owns,
         )
         self.desk = Desk(scheduler=self.scheduler, staging=self.staging, regions=self.regions, metrics=self.metrics)
         self.readiness = Readiness(scheduler=self.scheduler, desk=self.desk, queue_seconds=settings.queue_seconds)
