@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -50,17 +51,15 @@ class CpuBackend:
         tensors = {role: self._input(tensor) for role, tensor in task.problem.tensors.items()}
         gradients = {role: self._output(tensor) for role, tensor in task.gradients.items()}
         received = time.perf_counter()
-        kernel = attention_backward(task.problem, tensors, gradients, should_stop=should_stop)
+        answer = attention_backward(task.problem, tensors, gradients, should_stop=should_stop)
         computed = time.perf_counter()
         for role, tensor in task.gradients.items():
             if not self._is_mappable(tensor):
                 flat = gradients[role].reshape(-1).view(torch.uint8).numpy()
                 positional.write_tensor(self._blocks[tensor.data.block_id].fd, tensor, flat)
-        return Report(
-            arch=Arch.CPU,
-            kernel=kernel,
+        return replace(
+            answer.report,
             device=self.info.name,
-            softmax_lse_recomputed=task.problem.softmax_lse is None,
             transfer_s=received - begun + time.perf_counter() - computed,
             device_s=computed - received,
         )
