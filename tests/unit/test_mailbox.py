@@ -12,9 +12,11 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -310,6 +312,14 @@ async def test_one_user_has_so_many_connections_and_tickets_and_no_more(box, pat
     await deposit(path, make_fd())
 
 
+@pytest.fixture
+def reachable_path():
+    """A path that other users of this machine get to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder, "regions.sock")
+
+
 DEPOSIT_AS = """
     import array, fcntl, os, socket, sys
 
@@ -336,9 +346,8 @@ async def as_user(path, uid, count=1):
 
 
 @pytest.mark.skipif(UID != 0, reason="other users' connections take root")
-async def test_users_are_told_apart_and_have_their_own_share(path, tmp_path, clock, make_fd):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
+async def test_users_are_told_apart_and_have_their_own_share(reachable_path, clock, make_fd):
+    path = reachable_path
     box = FdMailbox(path, mode=0o666, tickets_per_uid=2, clock=clock)
     await box.start()
     try:
@@ -359,11 +368,12 @@ async def test_users_are_told_apart_and_have_their_own_share(path, tmp_path, clo
 
 
 @pytest.mark.skipif(UID != 0, reason="other users' connections take root")
-async def test_the_socket_lets_in_its_own_user_alone_unless_told_otherwise(box, path, tmp_path):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert await as_user(path, 12345) == ([], "not let in\n")
+async def test_the_socket_lets_in_its_own_user_alone_unless_told_otherwise(reachable_path):
+    box = FdMailbox(reachable_path)
+    await box.start()
+    assert stat.S_IMODE(reachable_path.stat().st_mode) == 0o600
+    assert await as_user(reachable_path, 12345) == ([], "not let in\n")
+    await box.stop()
 
 
 async def test_a_descriptor_whose_close_hangs_holds_up_nobody(box, path, tmp_path, make_fd, monkeypatch):
