@@ -117,6 +117,8 @@ def running(*, ready: bool = True, **settings: str) -> Iterator[Running]:
             process.kill()
         process.wait(STOP_S)
         reader.join(STOP_S)
+        if process.stderr is not None:
+            process.stderr.close()
 
 
 def spawn(**settings: str) -> subprocess.Popen[str]:

@@ -1,0 +1,99 @@
+"""Where a server listens: loopback unless told otherwise, at addresses of its own alone, and never openly by accident."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from rig.caller import Caller
+from rig.pki import Authority
+from rig.server import Running, running, spawn
+
+from dqkv.v1 import gradient_pb2 as pb
+
+
+def how_it_ended(**settings: str) -> tuple[int, str]:
+    """Exit code and words of a server that is expected not to start."""
+    process = spawn(cpu_devices="0", **settings)
+    try:
+        _, words = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, words = process.communicate()
+        raise AssertionError(f"it started:\n{words}") from None
+    return process.returncode, words
+
+
+def own_address() -> str | None:
+    """An address of this machine that others reach; None without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # A datagram socket is only told the address that it would use; nothing is sent.
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def listening(port: int) -> set[str]:
+    """The local addresses, in hexadecimal, at which somebody listens at a port (/proc/net/tcp and tcp6)."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    local = (row[1].rpartition(":") for row in rows if row[3] == "0A")
+    return {address for address, _, number in local if int(number, 16) == port}
+
+
+def test_a_server_listens_at_loopback_alone_unless_told_otherwise(server: Running) -> None:
+    assert server.address["host"] == "127.0.0.1"
+    for port in ("grpc_port", "stream_port", "http_port"):
+        assert listening(server.address[port]) == {"0100007F"}
+    address = own_address()
+    if address is not None:
+        for port in ("grpc_port", "stream_port", "http_port"):
+            with pytest.raises(OSError):  # noqa: PT011 - refused or unreachable, as the machine's rules have it
+                socket.create_connection((address, server.address[port]), timeout=2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "port"), [("port", "grpc_port"), ("stream_port", "stream_port"), ("http_port", "http_port")]
+)
+def test_a_second_server_at_a_taken_port_refuses_to_start(server: Running, setting: str, port: str) -> None:
+    code, words = how_it_ended(**{setting: str(server.address[port])})
+    assert code == 1
+    assert f"DQKV_{setting.upper()}" in words
+    assert str(server.address[port]) in words
+    assert "another server" in words
+    assert "Traceback" not in words
+    with Caller(server) as caller:
+        assert caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).devices, "the first one goes on"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gradients.example"])
+def test_a_bind_beyond_loopback_without_tls_is_refused_in_words(host: str) -> None:
+    code, words = how_it_ended(host=host)
+    assert code == 1
+    assert host in words
+    assert "DQKV_TLS_CERT" in words
+    assert "DQKV_INSECURE_BIND" in words
+    assert "Traceback" not in words
+
+
+def test_a_bind_beyond_loopback_works_when_told_that_it_is_meant() -> None:
+    with running(cpu_devices="0", host="0.0.0.0", insecure_bind="true") as server, Caller(server) as caller:
+        assert listening(server.address["grpc_port"]) == {"00000000"}
+        assert caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).version
+
+
+def test_a_bind_beyond_loopback_works_with_tls(tmp_path: Path) -> None:
+    own = Authority(tmp_path, "ours").issue("127.0.0.1")
+    with running(cpu_devices="0", host="0.0.0.0", tls_cert=str(own.certificate), tls_key=str(own.key)) as server:
+        assert listening(server.address["stream_port"]) == {"00000000"}
+
+
+def test_an_address_that_is_not_this_machines_is_refused_in_words() -> None:
+    code, words = how_it_ended(host="192.0.2.1", insecure_bind="true")
+    assert code == 1
+    assert "192.0.2.1" in words
+    assert "Traceback" not in words

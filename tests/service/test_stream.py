@@ -1,0 +1,313 @@
+"""BackwardStream frame by frame: what is out of turn, what is missing, and callers that go away."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from rig.server import Running, eventually, open_channel, running
+from rig.wire import (
+    Failure,
+    Sample,
+    assert_right,
+    failing,
+    frames_of,
+    header_of,
+    sample,
+    stream,
+    streamed_gradients,
+)
+
+from dqkv.v1 import gradient_pb2 as pb
+
+ONE = sample(32, 2, 32)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+LOSS = grpc.StatusCode.DATA_LOSS
+
+
+def whole(one: Sample = ONE) -> list[Any]:
+    return list(frames_of(one))
+
+
+def refusal(channel: grpc.Channel, frames: list[Any]) -> Failure:
+    with failing() as found:
+        list(stream(channel, frames))
+    return found[0]
+
+
+def _without_header() -> list[Any]:
+    return whole()[1:]
+
+
+def _two_headers() -> list[Any]:
+    return [whole()[0], *whole()]
+
+
+def _wrong_total() -> list[Any]:
+    return [header_of(ONE, total_bytes=ONE.nbytes - 4), *whole()[1:]]
+
+
+def _declared_terabyte() -> list[Any]:
+    return [header_of(ONE, total_bytes=1 << 40), *whole()[1:]]
+
+
+def _without_trailer() -> list[Any]:
+    return whole()[:-1]
+
+
+def _without_last_tensor() -> list[Any]:
+    frames = whole()
+    return [*frames[:-2], frames[-1]]
+
+
+def _nothing_but_header() -> list[Any]:
+    return whole()[:1]
+
+
+def _across_tensors() -> list[Any]:
+    frames = whole()
+    joined = memoryview(b"".join((bytes(frames[1])[:-8], bytes(frames[1])[-8:], bytes(frames[2])[:8])))
+    return [frames[0], joined, *frames[2:]]
+
+
+def _a_byte_too_many() -> list[Any]:
+    frames = whole()
+    return [*frames[:-1], memoryview(b"x"), frames[-1]]
+
+
+def _empty_frame() -> list[Any]:
+    frames = whole()
+    return [frames[0], memoryview(b""), *frames[1:]]
+
+
+def _frame_after_trailer() -> list[Any]:
+    return [*whole(), memoryview(b"x")]
+
+
+def _second_trailer() -> list[Any]:
+    return [*whole(), whole()[-1]]
+
+
+def _trailer_first() -> list[Any]:
+    frames = whole()
+    return [frames[0], frames[-1], *frames[1:-1]]
+
+
+def _wrong_trailer_total() -> list[Any]:
+    trailer = pb.Trailer(total_bytes=ONE.nbytes + 1)
+    return [*whole()[:-1], pb.BackwardStreamRequest(trailer=trailer)]
+
+
+def _wrong_checksum() -> list[Any]:
+    frames = whole()
+    spoiled = bytearray(frames[1])
+    spoiled[7] ^= 1
+    return [frames[0], memoryview(bytes(spoiled)), *frames[2:]]
+
+
+def _empty_oneof() -> list[Any]:
+    frames = whole()
+    return [frames[0], pb.BackwardStreamRequest(), *frames[1:]]
+
+
+def _nothing() -> list[Any]:
+    return []
+
+
+OUT_OF_TURN: dict[str, tuple[Callable[[], list[Any]], grpc.StatusCode, str]] = {
+    "no_frame_at_all": (_nothing, LOSS, "TRUNCATED"),
+    "data_before_the_header": (_without_header, INVALID, "MESSAGE_INVALID"),
+    "a_second_header": (_two_headers, INVALID, "MESSAGE_INVALID"),
+    "a_header_whose_total_is_not_the_tensors": (_wrong_total, INVALID, "BYTE_COUNT_MISMATCH"),
+    "a_header_that_declares_a_terabyte": (_declared_terabyte, INVALID, "BYTE_COUNT_MISMATCH"),
+    "no_trailer": (_without_trailer, LOSS, "TRUNCATED"),
+    "a_tensor_missing": (_without_last_tensor, LOSS, "TRUNCATED"),
+    "a_header_alone": (_nothing_but_header, LOSS, "TRUNCATED"),
+    "a_frame_across_two_tensors": (_across_tensors, INVALID, "BYTE_COUNT_MISMATCH"),
+    "a_byte_too_many": (_a_byte_too_many, INVALID, "BYTE_COUNT_MISMATCH"),
+    "an_empty_frame": (_empty_frame, INVALID, "MESSAGE_INVALID"),
+    "data_after_the_trailer": (_frame_after_trailer, INVALID, "MESSAGE_INVALID"),
+    "a_second_trailer": (_second_trailer, INVALID, "MESSAGE_INVALID"),
+    "the_trailer_before_the_data": (_trailer_first, LOSS, "TRUNCATED"),
+    "a_trailer_with_another_total": (_wrong_trailer_total, INVALID, "BYTE_COUNT_MISMATCH"),
+    "a_flipped_bit": (_wrong_checksum, LOSS, "CHECKSUM_MISMATCH"),
+    "a_frame_that_is_nothing": (_empty_oneof, INVALID, "MESSAGE_INVALID"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_TURN)
+def test_frames_out_of_turn_are_refused_and_nothing_is_launched(bulk: grpc.Channel, server: Running, name: str) -> None:
+    build, code, reason = OUT_OF_TURN[name]
+    launched = server.metric("dqkv_pairs_total")
+    found = refusal(bulk, build())
+    assert (found.code, found.reason) == (code, reason), found.message
+    assert server.metric("dqkv_pairs_total") == launched
+    eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
+    assert server.metric("dqkv_inflight_requests") == 0
+
+
+def test_a_frame_that_is_no_message_is_refused(bulk: grpc.Channel) -> None:
+    method = bulk.stream_stream("/dqkv.v1.AttentionGradientService/BackwardStream")
+    with failing() as found:
+        list(method(iter([b"\x0a\xff\xff\xff\xff\x0f"]), timeout=10))
+    assert (found[0].code, found[0].reason) == (INVALID, "MESSAGE_INVALID")
+
+
+def test_frames_written_by_protobuf_are_taken_like_those_written_by_hand(bulk: grpc.Channel) -> None:
+    method = bulk.stream_stream(
+        "/dqkv.v1.AttentionGradientService/BackwardStream",
+        request_serializer=pb.BackwardStreamRequest.SerializeToString,
+        response_deserializer=pb.BackwardStreamResponse.FromString,
+    )
+    frames = [pb.BackwardStreamRequest(data=bytes(f)) if isinstance(f, memoryview) else f for f in whole()]
+    answer = [memoryview(f.data) if f.WhichOneof("frame") == "data" else f for f in method(iter(frames), timeout=30)]
+    assert_right(ONE, streamed_gradients(ONE, answer))
+
+
+def test_many_streams_of_one_caller_are_answered_each_with_its_own(bulk: grpc.Channel) -> None:
+    samples = [sample(24, 2, 16, seed=seed) for seed in range(12)]
+    answers = [stream(bulk, frames_of(one)) for one in samples]
+    for one, answer in zip(samples, answers, strict=True):
+        assert_right(one, streamed_gradients(one, answer))
+
+
+# ---- callers that go away
+def _upload_half(target: str, started: Any) -> None:
+    one = sample(512, 8, 128)
+    with open_channel(target) as channel:
+
+        def frames() -> Iterator[Any]:
+            yield from itertools.islice(frames_of(one), 6)
+            started.set()
+            time.sleep(60)
+
+        list(stream(channel, frames(), timeout_s=120))
+
+
+def test_a_client_killed_while_it_uploads_launches_nothing_and_leaks_nothing(server: Running) -> None:
+    launched = server.metric("dqkv_pairs_total")
+    aborted = server.metric("dqkv_stream_aborts_total")
+    context = multiprocessing.get_context("spawn")
+    kills = 3
+    for _ in range(kills):
+        started = context.Event()
+        client = context.Process(target=_upload_half, args=(server.stream_target, started))
+        client.start()
+        assert started.wait(60)
+        eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") > 0)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        client.join(10)
+        eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
+    assert server.metric("dqkv_stream_aborts_total") == aborted + kills
+    assert server.metric("dqkv_pairs_total") == launched
+    assert server.metric("dqkv_inflight_requests") == 0
+
+
+def test_a_client_that_cancels_while_it_uploads_leaks_nothing(bulk: grpc.Channel, server: Running) -> None:
+    one, hold = sample(64, 2, 32), threading.Event()
+
+    def frames() -> Iterator[Any]:
+        yield from itertools.islice(frames_of(one), 3)
+        hold.wait(30)
+
+    before = server.metric("dqkv_stream_aborts_total", cause="cancel")
+    call = stream(bulk, frames())
+    eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") > 0)
+    call.cancel()
+    hold.set()
+    eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
+    eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="cancel") == before + 1)
+
+
+def test_an_idle_stream_is_ended_and_counted() -> None:
+    with running(stream_idle_s="0.6") as server, open_channel(server.stream_target) as channel:
+        hold = threading.Event()
+
+        def frames() -> Iterator[Any]:
+            yield from itertools.islice(frames_of(ONE), 2)
+            hold.wait(30)
+
+        began = time.monotonic()
+        with failing() as found:
+            list(stream(channel, frames()))
+        hold.set()
+        assert found[0].code is grpc.StatusCode.CANCELLED
+        assert 0.5 < time.monotonic() - began < 5
+        eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="idle") == 1)
+        eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
+        assert_right(ONE, streamed_gradients(ONE, stream(channel, frames_of(ONE))))
+
+
+def test_a_client_that_does_not_read_its_answer_loses_the_stream() -> None:
+    with running(stream_idle_s="0.6") as server:
+        one = sample(300, 16, 128)
+        # Small windows, so that the answer does not fit into what lies between both.
+        with open_channel(server.stream_target, **{"grpc.http2.lookahead_bytes": 65536}) as channel:
+            call = stream(channel, frames_of(one), timeout_s=60)
+            eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="idle") == 1, timeout_s=30)
+            eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
+            call.cancel()
+
+
+def test_nothing_is_read_before_admission() -> None:
+    """A request that is refused costs no more than what flow control lets through."""
+    with running(request_bytes="1000000") as server, open_channel(server.stream_target) as channel:
+        sent = itertools.count()
+        one = sample(512, 8, 128)
+
+        def frames() -> Iterator[Any]:
+            for frame in frames_of(one):
+                next(sent)
+                yield frame
+
+        with failing() as found:
+            list(stream(channel, frames()))
+        assert found[0].reason == "TOO_LARGE"
+        assert server.metric("dqkv_staging_pool_bytes", state="total") == 0
+
+
+# ---- two hundred idle streams
+@pytest.mark.timeout(180)
+def test_probes_answer_in_time_beside_200_idle_streams(server: Running) -> None:
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    hold = threading.Event()
+    channels = [open_channel(server.stream_target) for _ in range(4)]
+
+    def frames() -> Iterator[Any]:
+        yield header_of(ONE)
+        hold.wait(60)
+
+    calls = [stream(channels[index % 4], frames(), timeout_s=60) for index in range(200)]
+    try:
+        eventually(lambda: server.metric("dqkv_inflight_requests") >= 16)
+        with open_channel(server.target) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            check(health_pb2.HealthCheckRequest(), timeout=5)
+            for probe in (
+                lambda: server.http("/livez"),
+                lambda: server.http("/readyz"),
+                lambda: check(health_pb2.HealthCheckRequest(), timeout=5),
+            ):
+                took = []
+                for _ in range(5):
+                    began = time.perf_counter()
+                    probe()
+                    took.append(time.perf_counter() - began)
+                assert sorted(took)[2] < 0.1, took
+    finally:
+        for call in calls:
+            call.cancel()
+        hold.set()
+        for channel in channels:
+            channel.close()
+    eventually(lambda: server.metric("dqkv_inflight_requests") == 0, timeout_s=20)
