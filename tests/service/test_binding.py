@@ -1,9 +1,11 @@
-"""Where a server listens: loopback unless told otherwise, at addresses of its own alone, and never openly by accident."""
+"""Where a server listens: loopback unless told otherwise, at ports of its own, never openly by accident."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,16 +41,26 @@ def own_address() -> str | None:
 
 
 def listening(port: int) -> set[str]:
-    """The local addresses, in hexadecimal, at which somebody listens at a port (/proc/net/tcp and tcp6)."""
+    """The addresses at which somebody listens at a port, as the kernel tells them."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     local = (row[1].rpartition(":") for row in rows if row[3] == "0A")
-    return {address for address, _, number in local if int(number, 16) == port}
+    return {str(address_of(address)) for address, _, number in local if int(number, 16) == port}
+
+
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address of /proc/net: words of four bytes, each in the order of this machine, in hexadecimal."""
+    words = (int(text[start : start + 8], 16) for start in range(0, len(text), 8))
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    if len(packed) == 4:
+        return ipaddress.IPv4Address(packed)
+    whole = ipaddress.IPv6Address(packed)
+    return whole.ipv4_mapped or whole
 
 
 def test_a_server_listens_at_loopback_alone_unless_told_otherwise(server: Running) -> None:
     assert server.address["host"] == "127.0.0.1"
     for port in ("grpc_port", "stream_port", "http_port"):
-        assert listening(server.address[port]) == {"0100007F"}
+        assert listening(server.address[port]) == {"127.0.0.1"}
     address = own_address()
     if address is not None:
         for port in ("grpc_port", "stream_port", "http_port"):
@@ -82,14 +94,14 @@ def test_a_bind_beyond_loopback_without_tls_is_refused_in_words(host: str) -> No
 
 def test_a_bind_beyond_loopback_works_when_told_that_it_is_meant() -> None:
     with running(cpu_devices="0", host="0.0.0.0", insecure_bind="true") as server, Caller(server) as caller:
-        assert listening(server.address["grpc_port"]) == {"00000000"}
+        assert listening(server.address["grpc_port"]) & {"0.0.0.0", "::"}
         assert caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).version
 
 
 def test_a_bind_beyond_loopback_works_with_tls(tmp_path: Path) -> None:
     own = Authority(tmp_path, "ours").issue("127.0.0.1")
     with running(cpu_devices="0", host="0.0.0.0", tls_cert=str(own.certificate), tls_key=str(own.key)) as server:
-        assert listening(server.address["stream_port"]) == {"00000000"}
+        assert listening(server.address["stream_port"]) & {"0.0.0.0", "::"}
 
 
 def test_an_address_that_is_not_this_machines_is_refused_in_words() -> None:
