@@ -1,0 +1,148 @@
+"""What a caller passes becomes a checked problem, and what cannot be one is refused by name before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dqkv import errors
+from dqkv.client.arrays import dense_bytes, dtype_of, host_array, integers, raw_view
+from dqkv.client.request import Request, check_outputs
+from dqkv.problem import Arch, LseScope, Window
+from dqkv.tensor import DType
+
+pytestmark = pytest.mark.numpy_only
+
+
+def request(**given: Any) -> Request:
+    q = np.zeros((2, 8, 4, 16), np.float16)
+    k = np.zeros((2, 10, 2, 16), np.float16)
+    delta = np.zeros((2, 4, 8), np.float32)
+    return Request(**{"q": q, "k": k, "v": k.copy(), "dout": q.copy(), "delta": delta, **given})
+
+
+def test_arrays_and_options_arrive_in_the_problem() -> None:
+    problem = request(
+        causal=True,
+        window=(3, 5),
+        sink_token_length=2,
+        softcap=1.5,
+        softmax_scale=np.float32(0.5),
+        deterministic=True,
+        grad_dtype="fp32",
+        arch="cpu",
+        seqused_k=np.array([10, 4], np.int64),
+        max_seqlen_q=np.int32(8),
+    ).problem()
+    assert problem.q.dtype is DType.FP16
+    assert problem.options.window == Window(left=3, right=0, sink_token_length=2)
+    assert (problem.options.softcap, problem.options.softmax_scale) == (1.5, 0.5)
+    assert problem.options.deterministic
+    assert problem.options.grad_dtype is DType.FP32
+    assert problem.options.arch is Arch.CPU
+    assert problem.options.lse_scope is LseScope.LOCAL
+    assert problem.keys.seqused == (10, 4)
+    assert problem.queries.max_seqlen == 8
+
+
+def test_minus_one_is_an_offset_like_any_other() -> None:
+    assert request(window=(-1, None)).problem().options.window == Window(left=-1)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "field"),
+    [
+        ({"q": np.zeros((2, 8, 4, 16))}, errors.DTypeMismatch, "q"),
+        ({"q": [[1.0]]}, errors.DTypeMismatch, "q"),
+        ({"k": np.zeros((2, 10, 2, 16), ">f2")}, errors.DTypeMismatch, "k"),
+        ({"v": np.zeros((2, 10, 2, 16), np.int16)}, errors.DTypeMismatch, "v"),
+        ({"delta": np.zeros((2, 4, 8), np.float16)}, errors.DTypeMismatch, "delta"),
+        ({"dout": np.zeros((2, 8, 4, 24), np.float16)}, errors.ShapeMismatch, "dout"),
+        ({"q": np.zeros((), np.float16)}, errors.ShapeMismatch, "q"),
+        ({"delta": None}, errors.OutOrDelta, "out"),
+        ({"grad_dtype": "fp64"}, errors.DTypeMismatch, "grad_dtype"),
+        ({"grad_dtype": np.int32}, errors.DTypeMismatch, "grad_dtype"),
+        ({"grad_dtype": object()}, errors.DTypeMismatch, "grad_dtype"),
+        ({"arch": "sm70"}, errors.OptionInvalid, "arch"),
+        ({"lse_scope": "both"}, errors.OptionInvalid, "lse_scope"),
+        ({"lse_scope": "global"}, errors.LseScopeInvalid, "softmax_lse"),
+        ({"window": 3}, errors.OptionInvalid, "window"),
+        ({"window": (1, 2, 3)}, errors.OptionInvalid, "window"),
+        ({"window": (0.5, None)}, errors.OptionInvalid, "window"),
+        ({"softcap": -1.0}, errors.OptionInvalid, "softcap"),
+        ({"softmax_scale": float("nan")}, errors.OptionInvalid, "softmax_scale"),
+        ({"max_seqlen_q": 7.5}, errors.OptionInvalid, "max_seqlen_q"),
+        ({"max_seqlen_k": 9}, errors.MaxSeqlenTooSmall, "max_seqlen_k"),
+        ({"seqused_k": [10, 11]}, errors.SequsedInvalid, "seqused_k"),
+        ({"seqused_k": [[10, 1]]}, errors.SequsedInvalid, "seqused_k"),
+        ({"seqused_k": [1.0, 2.0]}, errors.SequsedInvalid, "seqused_k"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(given: dict[str, Any], kind: type[errors.DqkvError], field: str) -> None:
+    with pytest.raises(kind) as caught:
+        request(**given).problem()
+    assert caught.value.field == field
+
+
+def test_offsets_must_be_integers_of_one_dimension() -> None:
+    assert integers("cu_seqlens_q", np.array([0, 3], np.int32)) == (0, 3)
+    assert integers("cu_seqlens_q", []) == ()
+    for wrong in ([[0, 1]], [0.0, 1.0], 3):
+        with pytest.raises(errors.OffsetsInvalid):
+            integers("cu_seqlens_q", wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (ml_dtypes.bfloat16, DType.BF16),
+        (np.float16, DType.FP16),
+        (np.dtype("f4"), DType.FP32),
+        (DType.BF16, DType.BF16),
+    ],
+)
+def test_dtypes_have_several_names(given: object, want: DType) -> None:
+    assert dtype_of("dtype", given) is want
+
+
+def test_views_are_taken_as_they_lie() -> None:
+    wide = np.arange(48, dtype=np.float32).reshape(2, 3, 8)
+    for array in (wide[..., ::2], wide.transpose(1, 0, 2), wide[:, ::-1], np.broadcast_to(wide[:1], wide.shape)):
+        host = host_array("q", array)
+        assert np.shares_memory(host, wide)
+        assert bytes(dense_bytes(host)) == np.ascontiguousarray(array).tobytes()
+        assert np.array_equal(np.asarray(raw_view(host)), array.view(np.uint32))
+
+
+def test_memory_for_gradients_must_fit_the_problem() -> None:
+    problem = request().problem()
+    q = problem.q.data
+    good = np.empty_like(q)
+    check_outputs(problem, {"dq": good, "dk": np.empty((2, 10, 2, 32), np.float16)[..., :16]})
+    read_only = np.empty_like(q)
+    read_only.flags.writeable = False
+    for wrong, kind in (
+        (np.empty((2, 8, 4, 24), np.float16), errors.ShapeMismatch),
+        (np.empty((2, 8, 4, 16), np.float32), errors.DTypeMismatch),
+        (read_only, errors.OptionInvalid),
+        (np.lib.stride_tricks.as_strided(good, good.shape, (*good.strides[:2], 0, 2)), errors.OptionInvalid),
+        (q, errors.RegionOverlap),
+    ):
+        with pytest.raises(kind) as caught:
+            check_outputs(problem, {"dq": wrong})
+        assert caught.value.field == "dq"
+    with pytest.raises(errors.OptionInvalid):
+        check_outputs(problem, {"dsink": np.empty(4, np.float16)})
+
+
+def test_interleaved_gradients_of_one_projection_are_no_overlap() -> None:
+    fused = np.zeros((2, 8, 3, 4, 16), np.float16)
+    q, k, v = fused[:, :, 0], fused[:, :, 1], fused[:, :, 2]
+    grads = np.zeros((2, 8, 6, 4, 16), np.float16)
+    problem = request(q=q, k=k, v=v, dout=np.zeros_like(q)).problem()
+    check_outputs(problem, {"dq": grads[:, :, 0], "dk": grads[:, :, 1], "dv": grads[:, :, 2]})
+    with pytest.raises(errors.RegionOverlap):
+        check_outputs(problem, {"dq": fused[:, :, 1]})
