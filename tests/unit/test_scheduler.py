@@ -649,7 +649,15 @@ async def test_memory_of_a_cancelled_request_is_the_next_ones_alone(real: Real) 
         running = asyncio.create_task(run_placed(real.scheduler, old))
         await until(lambda: any(status.running for status in real.scheduler.statuses()))
         await asyncio.sleep(0.3)
+        busy = [status.running for status in real.scheduler.statuses()].index(1)
+        pid = real.devices[busy].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # slow to hear of the cancellation
         running.cancel()
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        assert real.scheduler.statuses()[busy].running
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await running
         assert not any(status.running for status in real.scheduler.statuses())
