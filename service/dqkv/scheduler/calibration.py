@@ -34,7 +34,7 @@ class Probe:
 LAUNCH = Probe(seqlen=8, num_heads=1)
 """Next to no work: what is left is the cost of a task."""
 
-SEQUENCES = Probe(batch_size=512, seqlen=1, num_heads=1)
+SEQUENCES = Probe(batch_size=128, seqlen=1, num_heads=1)
 """Next to no work in many pieces: what is left is the cost of a sequence."""
 
 RATES = (
