@@ -72,7 +72,7 @@ class Core:
             # A folder that mkdtemp makes is this user's alone.
             self._folder = Path(tempfile.mkdtemp(prefix="dqkv-"))
             where = str(self._folder / "regions")
-        self.mailbox = FdMailbox(Path(where))
+        self.mailbox = FdMailbox(Path(where), mode=int(self._settings.region_socket_mode, 8))
         await self.mailbox.start()
         self.region_socket = where
 

@@ -15,7 +15,7 @@ from dqkv.server import capability_service, grpc_service, ports, region_service
 from dqkv.server.capability_service import CapabilityServicer, Facts
 from dqkv.server.core import Core
 from dqkv.server.gate import Gate
-from dqkv.server.grpc_service import GradientServicer
+from dqkv.server.grpc_service import GradientServicer, Terms
 from dqkv.server.health import HealthReporter
 from dqkv.server.identity import Doorkeeper
 from dqkv.server.reflection import add_reflection
@@ -106,8 +106,7 @@ class GrpcServers:
             desk=core.desk,
             scheduler=core.scheduler,
             metrics=core.metrics,
-            limits=limits,
-            stream_port=stream_port,
+            terms=Terms(limits=limits, messages=settings.unary_messages, stream_port=stream_port),
         )
         regions = RegionServicer(gate=gate, table=core.regions, mailbox=core.mailbox)
         capabilities = CapabilityServicer(gate=gate, door=self._door, scheduler=core.scheduler, facts=facts)
@@ -116,6 +115,7 @@ class GrpcServers:
             desk=core.desk,
             metrics=core.metrics,
             watchdog=self._watchdog,
+            streams_per_caller=settings.streams_per_caller,
             loop=asyncio.get_running_loop(),
         )
         self._control.add_generic_rpc_handlers((gradients.handlers(), regions.handlers(), capabilities.handlers()))
