@@ -161,7 +161,7 @@ def test_two_clients_of_one_process_are_two_callers(server: Running) -> None:
     with dqkv.Client(server.target) as one, dqkv.Client(server.target) as other:
         q = one.region(4096, kind="posix").tensor((1, 8, 2, 16), "fp16")
         # The other client is told what the first one's region is, and refers to it.
-        other._client._regions._open.extend(one._client._regions._open)
+        other._client._regions._open = one._client._regions._open
         with pytest.raises(errors.RegionUnknown):
             other.backward(q, q, q, q, out=q)
-        other._client._regions._open.clear()
+        other._client._regions._open = ()
