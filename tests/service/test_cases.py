@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,12 @@ from oracle.case import AS_IS, Case, variants
 from oracle.cases import ANSWERED_CASES
 from oracle.exact import solved
 from oracle.inputs import build_inputs
+from oracle.problems import to_problem
 from rig.server import Running
-from rig.ways import Way, Ways
+from rig.ways import ALWAYS_NBYTES, NEVER_NBYTES, Way, Ways
 
+from dqkv import AsyncClient, Retry
+from dqkv.client.arrays import host_tensor
 from dqkv.client.segment import Kind
 
 GAP = 24
@@ -35,6 +40,25 @@ def test_a_case_is_answered_exactly_by_every_way(case: Case, ways: Ways) -> None
             assert answer.report.softmax_lse_recomputed == (variant.softmax_lse == "absent")
         if case.deterministic:
             complaints += bitwise_complaints(replace(case, checks=("BITWISE",)), list(answers.values()))
+    assert not complaints, "\n".join(complaints)
+
+
+async def test_cases_sent_all_at_once_do_not_mix(ways: Ways, server: Running) -> None:
+    """As numpy arrays, on one connection for messages and one for streams; `ways` is here for its threads."""
+    limits = {Way.UNARY: ALWAYS_NBYTES, Way.STREAM: NEVER_NBYTES}
+    retry = Retry(attempts=100)
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(AsyncClient(server.target, inline_nbytes=limit, retry=retry))
+            for limit in limits.values()
+        ]
+        problems = [to_problem(build_inputs(case), lambda tensor: host_tensor("", tensor)) for case in ANSWERED_CASES]
+        calls = [client.submit(problem) for problem in problems for client in clients]
+        answers = await asyncio.gather(*calls)
+    complaints = []
+    for index, case in enumerate(ANSWERED_CASES):
+        for way, answer in zip(limits, answers[2 * index : 2 * index + 2], strict=True):
+            complaints += [f"{case.name} by {way}: {text}" for text in judge(case, solved(case), answer, AS_IS)]
     assert not complaints, "\n".join(complaints)
 
 
