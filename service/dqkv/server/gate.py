@@ -89,6 +89,8 @@ class Gate:
             raise
         finally:
             self._ended(method, visit, error, time.monotonic() - began)
+            # An error knows the frames it came through; kept in one of them, it would keep their memory, too.
+            error = None
 
     def _deadline(self, context: Any, now: float) -> float:
         remaining = context.time_remaining()
@@ -190,4 +192,5 @@ async def _answer(gate: Gate, method: Method, context: Context, behaviour: Calla
             return await behaviour(visit)
     except Refusal as refusal:
         status = rpc_status.to_status(refusal.status)
-        await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    # Out of the except block: gRPC keeps what abort raises, and with it everything that was raised before it.
+    return await context.abort(status.code, status.details or "", status.trailing_metadata or ())

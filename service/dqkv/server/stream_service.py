@@ -96,8 +96,10 @@ class StreamServicer:
                 except GeneratorExit:
                     self._metrics.stream_aborted("idle" if watch.rang else "cancel")
                     raise
+                return
         except Refusal as refusal:
-            context.abort_with_status(rpc_status.to_status(refusal.status))
+            status = refusal.status
+        context.abort_with_status(rpc_status.to_status(status))
 
     @contextmanager
     def _one_more(self, caller: str) -> Iterator[None]:
@@ -158,9 +160,10 @@ class _Stream:
     def __init__(
         self, context: grpc.ServicerContext, frames: Iterator[Any], watch: Watch, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._context = context
         self._frames = frames
         self._loop = loop
+        self._work: concurrent.futures.Future[Any] | None = None
+        self._over = not context.add_callback(self._end)
         self.watch = watch
 
     def next_frame(self) -> Any:
@@ -168,7 +171,9 @@ class _Stream:
         with self.watch.waiting():
             try:
                 frame = next(self._frames, None)
-            except grpc.RpcError:
+            except grpc.RpcError as error:
+                # gRPC keeps its error for as long as the call, and the error its frames with all memory they see.
+                error.__traceback__ = None
                 raise self._gone() from None
         if frame is None and self.watch.rang:
             raise self._gone()
@@ -181,22 +186,27 @@ class _Stream:
 
         Raises what it raises, StreamIdle or Cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-
-        def cancel() -> None:
+        self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._over:
             future.cancel()
-
-        if not self._context.add_callback(cancel):
-            cancel()
         try:
             return future.result()
         except concurrent.futures.CancelledError:
             raise self._gone() from None
+        finally:
+            # A future knows its error, which knows this frame and all memory that it sees.
+            self._work = None
+            del future
 
     def send(self, frame: framing.ResponseFrame) -> Iterator[framing.ResponseFrame]:
         """Hands one frame to gRPC, which asks for the next one when the client has room for it."""
         with self.watch.waiting():
             yield frame
+
+    def _end(self) -> None:
+        self._over, work = True, self._work
+        if work is not None:
+            work.cancel()
 
     def _gone(self) -> errors.DqkvError:
         if self.watch.rang:
