@@ -309,7 +309,6 @@ def decode_error(status: status_pb2.Status | None, code: grpc.StatusCode, messag
 
 _TRANSPORT_ERRORS: dict[grpc.StatusCode, type[errors.DqkvError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.WontFinish,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.TooLarge,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: errors.RightMissing,

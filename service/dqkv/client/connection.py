@@ -46,6 +46,7 @@ class Connection:
         self._control = endpoint.channel()
         self._bulk: grpc.Channel | None = None
         self._bulk_port = 0
+        self._closed = False
         self._opening = threading.Lock()
         self._capabilities: Capabilities | None = None
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
@@ -67,12 +68,12 @@ class Connection:
     async def call(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, deadline: float) -> Resp:
         """One unary call. Raises the server's typed error, or TransportError where none came back."""
         call = UnaryCall(method=method, request=request, timeout_s=_left(deadline), metadata=self._metadata())
-        with _typed_errors():
+        with _typed_errors(self._is_closed):
             return await self._waiting.call(call)
 
     def call_here(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, timeout_s: float) -> Resp:
         """As `call`, on a thread of the client's own."""
-        with _typed_errors():
+        with _typed_errors(self._is_closed):
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
     async def health(self) -> Health:
@@ -94,15 +95,24 @@ class Connection:
         """
         port = (await self.capabilities()).stream_port
         call = _Stream(self._stream_channel(port), header, parts, accept)
-        return await self._waiting.work(lambda: call.run(deadline, self._metadata()), call.cancel)
+
+        def run() -> pb.Report:
+            with _typed_errors(lambda: call.cancelled or self._is_closed()):
+                return call.run(deadline, self._metadata())
+
+        return await self._waiting.work(run, call.cancel)
 
     async def close(self) -> None:
         """Ends all calls and closes the channels."""
+        self._closed = True
         self._control.close()
         with self._opening:
             if self._bulk is not None:
                 self._bulk.close()
         await self._waiting.close()
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _metadata(self) -> Metadata:
         known = self._capabilities
@@ -137,22 +147,21 @@ class _Stream:
         self._parts = parts
         self._accept = accept
         self._call: Any = None
-        self._cancelled = False
+        self.cancelled = False
 
     def cancel(self) -> None:
         """Ends the call, or keeps it from starting."""
-        self._cancelled = True
+        self.cancelled = True
         if self._call is not None:
             self._call.cancel()
 
     def run(self, deadline: float, metadata: Metadata) -> pb.Report:
-        """The whole call; see Connection.stream."""
+        """The whole call; raises what grpcio raises, and what an answer that is not right raises."""
         self._call = self._open(self._frames(), timeout=_left(deadline), metadata=metadata)
-        if self._cancelled:
+        if self.cancelled:
             self._call.cancel()
         try:
-            with _typed_errors():
-                return self._receive(self._call)
+            return self._receive(self._call)
         except BaseException:
             self._call.cancel()
             raise
@@ -193,8 +202,12 @@ def _left(deadline: float) -> float:
 
 
 @contextmanager
-def _typed_errors() -> Iterator[None]:
-    """Turns what grpcio raises into the typed error that the server sent, or a TransportError."""
+def _typed_errors(ended_here: Callable[[], bool]) -> Iterator[None]:
+    """Turns what grpcio raises into the typed error that the server sent, Cancelled, or a TransportError.
+
+    ended_here tells whether this side ended the call. A call that the far side's gRPC cancelled, as one does that
+    stops, is one that no answer came to.
+    """
     try:
         yield
     except grpc.FutureCancelledError:
@@ -202,6 +215,8 @@ def _typed_errors() -> Iterator[None]:
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             raise errors.TransportError(str(error)) from error
+        if error.code() is grpc.StatusCode.CANCELLED and ended_here():
+            raise errors.Cancelled("the call was ended by this client") from None
         try:
             status = rpc_status.from_call(error)
         except ValueError:
