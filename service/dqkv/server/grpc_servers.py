@@ -29,6 +29,10 @@ SERVICES = (grpc_service.SERVICE, region_service.SERVICE, capability_service.SER
 STOP_GRACE_S = 1.0
 """What calls that are left after the drain get to end: control calls, and answers on their way."""
 
+LINGER_S = 0.25
+"""How long new calls are still answered that the server drains: one that meets the very end of a gRPC server is
+cancelled without a word."""
+
 
 class GrpcServers:
     """The two servers over one core: `listen`, then `start`, then `stop`, on the core's loop."""
@@ -70,6 +74,7 @@ class GrpcServers:
         desk.turn_away()
         await self._reporter.look()
         left = await desk.idle(self._settings.drain_s)
+        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
         log = self._log.warning if left else self._log.info
         log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
         bulk = self._bulk.stop(STOP_GRACE_S)
