@@ -49,7 +49,9 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address of the gRPC and HTTP ports; other than loopback needs TLS")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
     stream_port: int = Field(50052, ge=0, le=65535, description="port of BackwardStream; 0 takes any free one")
-    http_port: int = Field(8080, ge=0, le=65535, description="port of health, metrics and info; 0 takes any free one")
+    http_port: int = Field(
+        8080, ge=0, le=65535, description="port of health, metrics and info, without TLS; 0 takes any free one"
+    )
     unix_socket: Path | None = Field(
         None, description="path of a unix socket that also takes gRPC calls (its owner's alone); none by default"
     )
