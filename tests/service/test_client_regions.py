@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rig.answers import arguments, assert_right, drawn_problem, run
+from rig.proxy import ADDRESS, Direction, TamperingProxy
 from rig.server import Running, eventually
 
 import dqkv
@@ -113,6 +114,25 @@ def test_a_region_lives_on_between_uses_and_ends_when_closed(server: Running) ->
         one.backward(q, q, q, q, out=q)
         region.close()
         assert server.metric("dqkv_regions") == before - 1
+
+
+def test_a_region_survives_a_connection_that_breaks(server: Running, drawn: Drawn) -> None:
+    given = arguments(drawn)
+    port = server.address["grpc_port"]
+
+    def wire() -> TamperingProxy:
+        return TamperingProxy([port], mark=b"never sent, never changed", direction=Direction.UP)
+
+    retry = dqkv.Retry(attempts=50, first_s=0.05, limit_s=0.2)
+    with dqkv.Client(f"{ADDRESS}:{port}", timeout_s=60, retry=retry) as one:
+        with wire():
+            region = one.region(1 << 20)
+            q = region.tensor(given["q"].shape, "bf16")
+            q[...] = given["q"]
+            assert_right(drawn, one.backward(**{**given, "q": q}))
+        with wire():
+            assert_right(drawn, one.backward(**{**given, "q": q}))
+            region.close()
 
 
 def test_a_client_that_is_killed_leaves_no_name_and_no_region(server: Running, client: dqkv.Client) -> None:

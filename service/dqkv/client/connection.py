@@ -49,6 +49,7 @@ class Connection:
         self._closed = False
         self._opening = threading.Lock()
         self._capabilities: Capabilities | None = None
+        self._session = ""
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
         self.regions = stubs.RegionServiceStub(self._control)
 
@@ -59,10 +60,15 @@ class Connection:
             ask = stubs.CapabilityServiceStub(self._control).GetCapabilities
             answer = await self.call(ask, pb.GetCapabilitiesRequest(), time.monotonic() + CONTROL_TIMEOUT_S)
             self._capabilities = known = capabilities_of(answer)
+            self._session = known.session
         return known
 
     def forget(self) -> None:
-        """Asks for capabilities and session again before the next call: the server may be another one by then."""
+        """Asks for capabilities again before the next call: the server may be another one by then.
+
+        It is asked with the session so far: the same server then takes a new connection for the same caller, whose
+        regions these are, and another one gives a session of its own.
+        """
         self._capabilities = None
 
     async def call(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, deadline: float) -> Resp:
@@ -115,8 +121,7 @@ class Connection:
         return self._closed
 
     def _metadata(self) -> Metadata:
-        known = self._capabilities
-        session = () if known is None else ((SESSION_HEADER, known.session),)
+        session = ((SESSION_HEADER, self._session),) if self._session else ()
         return (*self._endpoint.metadata(), *session)
 
     def _stream_channel(self, port: int) -> grpc.Channel:
