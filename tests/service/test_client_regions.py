@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -130,9 +131,13 @@ def test_a_region_survives_a_connection_that_breaks(server: Running, drawn: Draw
             q = region.tensor(given["q"].shape, "bf16")
             q[...] = given["q"]
             assert_right(drawn, one.backward(**{**given, "q": q}))
-        with wire():
-            assert_right(drawn, one.backward(**{**given, "q": q}))
-            region.close()
+        with ThreadPoolExecutor(1) as pool:
+            # It is asked while nothing can be reached, so that the client itself sees the break.
+            asked = pool.submit(one.backward, **{**given, "q": q})
+            time.sleep(0.3)
+            with wire():
+                assert_right(drawn, asked.result(30))
+                region.close()
 
 
 def test_a_client_that_is_killed_leaves_no_name_and_no_region(server: Running, client: dqkv.Client) -> None:
