@@ -20,7 +20,7 @@ from rig.wire import assert_right, frames_of, header_of, sample, streamed_gradie
 STREAMS = 200
 CALLERS = 10
 PROBES = 15
-IDLE_S = 3.0
+IDLE_S = 2.0
 ONE = sample()
 MIB = 1 << 20
 

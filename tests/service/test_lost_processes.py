@@ -66,7 +66,8 @@ def test_crashes_leave_nothing_behind_and_the_next_server_takes_over(tmp_path: P
                 server.process.wait()
                 wait_for(lambda pids=processes: not any(map(is_alive, pids)), "the devices end with their server")
             assert socket_path.exists(), "what a crash leaves"
-            assert segment_names() == names
+            # Others of this machine come and go.
+            wait_for(lambda: segment_names() <= names, "shared memory does not grow")
     finally:
         os.close(fd)
 
@@ -122,9 +123,10 @@ def busy(server: Running) -> str | None:
     return next((name for name, device in devices(server).items() if device["running"]), None)
 
 
-def queued(server: Running) -> list[tuple[int, int]]:
-    """How many requests run and wait, by device."""
-    return [(device["running"], device["waiting"]) for device in devices(server).values()]
+def queued(server: Running) -> tuple[int, int]:
+    """How many requests run and how many wait, on all devices."""
+    there = devices(server).values()
+    return sum(device["running"] for device in there), sum(device["waiting"] for device in there)
 
 
 def test_a_killed_device_fails_only_its_own_request_and_comes_back(pair: Running) -> None:
@@ -138,7 +140,7 @@ def test_a_killed_device_fails_only_its_own_request_and_comes_back(pair: Running
         request = regional.request(one, caller.register(memory))
         undisturbed = caller.ask(caller.gradients.Backward, request, timeout_s=60)
         futures = [caller.gradients.Backward.future(request, timeout=60, metadata=caller.metadata) for _ in range(4)]
-        wait_for(lambda: queued(pair) == [(1, 1), (1, 1)], "two run and two wait")
+        wait_for(lambda: queued(pair) == (2, 2), "two run and two wait")
         kill_device(pair, "cpu:0")
         failures = []
         for future in futures:
