@@ -30,7 +30,7 @@ from rich.table import Table
 
 import dqkv
 from dqkv.cli.own_server import OwnServer
-from dqkv.tensor import DType
+from dqkv.tensor import DType, Tensor
 
 CHUNK = 1 << 20
 MESSAGE_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
@@ -60,7 +60,7 @@ class Size:
 
 # ---- the peer: grpcio with nothing around it
 def serve_raw(nbytes: int) -> None:
-    """A synchronous grpcio server: uploads land in a preallocated buffer, downloads come from it, empty calls return."""
+    """A synchronous grpcio server: uploads land in a preallocated buffer, downloads come out of it."""
     memory = memoryview(bytearray(nbytes))
 
     def upload(chunks: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
@@ -179,7 +179,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def compare(ours: Callable[[], float], peer: Callable[[], float], rounds: int) -> dict[str, Any]:
-    """Interleaved pairs in seconds, who goes first alternating; the ratio is peer over ours (above 1: ours is faster)."""
+    """Interleaved pairs in seconds, each first by turns; the ratio is peer over ours, above 1 where ours is faster."""
     pairs = []
     for index in range(rounds + 1):
         first_is_ours = index % 2 == 0
@@ -210,9 +210,19 @@ def streams(client: dqkv.Client, raw: Raw, size: Size) -> dict[str, Any]:
 
 
 def control(client: dqkv.Client, raw: Raw, calls: int) -> dict[str, Any]:
-    """A control call of the blocking client against an empty grpcio call; here the ratio is ours over the peer's."""
-    row = compare(lambda: seconds(client.capabilities), lambda: seconds(raw.empty), calls)
-    return {**row, "ratio": 1 / row["ratio"], "quartiles": [1 / value for value in reversed(row["quartiles"])]}
+    """Control calls of the blocking client against an empty grpcio call; here the ratio is ours over the peer's."""
+    rows = {}
+    problem = dqkv.Problem(**{role: Tensor.dense(DType.BF16, (1, 64, 8, 64), None) for role in (*INPUTS, "out")})
+    asked = {
+        "health": client.health,
+        "capabilities": client.capabilities,
+        "estimate": lambda: client.estimate(problem),
+    }
+    for name, ask in asked.items():
+        row = compare(lambda ask=ask: seconds(ask), lambda: seconds(raw.empty), calls)
+        quartiles = [1 / value for value in reversed(row["quartiles"])]
+        rows[f"control_{name}"] = {**row, "ratio": 1 / row["ratio"], "quartiles": quartiles}
+    return rows
 
 
 def regions(client: dqkv.Client, http: str, size: Size) -> dict[str, Any]:
@@ -246,7 +256,9 @@ def tensor_bytes_over_grpc(http: str) -> int:
 LIMITS = {
     "upload": ("at least", 0.9),
     "download": ("at least", 0.9),
-    "control": ("at most", 1.5),
+    "control_health": ("at most", 1.5),
+    "control_capabilities": ("at most", 1.5),
+    "control_estimate": ("at most", 1.5),
     "region_memfd": ("at least", 0.5),
     "region_posix": ("at least", 0.5),
 }
@@ -283,10 +295,10 @@ def main() -> None:
     )  # fmt: skip
     try:
         raw = Raw(int(peer.stdout.readline()), size)
-        with OwnServer({"inline_bytes": str(48 << 20)}) as at, dqkv.Client(at.grpc, inline_nbytes=48 << 20) as client:
+        with OwnServer() as at, dqkv.Client(at.grpc) as client:
             rows = {
                 **streams(client, raw, size),
-                "control": control(client, raw, 30 if options.quick else 500),
+                **control(client, raw, 30 if options.quick else 500),
                 **regions(client, at.http, size),
             }
     finally:
