@@ -171,7 +171,7 @@ def in_process(problem: Problem[Any], tensors: Tensors, gradients: Tensors) -> s
 
 
 def request(row: Row, values: Tensors) -> tuple[Problem[Any], Tensors, Tensors]:
-    """The row's problem, its tensors, dense (batch, rows, heads, width) or packed, and NaN-filled memory for answers."""
+    """The row's problem, its tensors (batch, rows, heads, width) or packed, and NaN-filled memory for answers."""
     dtype = TORCH_DTYPES[row.dtype]
     tensors = {role: tensor.to(dtype) for role, tensor in values.items() if role in ("q", "k", "v", "dout", "out")}
     tensors |= {role: values[role] for role in ("softmax_lse", "dlse", "delta") if role in values}

@@ -1,4 +1,4 @@
-"""The CPU backend gives the exact gradients for whatever a problem asks, the same to the bit in any number of threads."""
+"""The CPU backend gives exact gradients for whatever a problem asks, equal to the bit in any number of threads."""
 
 from __future__ import annotations
 
