@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -93,16 +93,24 @@ class Inputs:
 
     def mask(self, region: Region) -> torch.Tensor:
         """bool (rows, keys): the visibility of the region's pairs, made once for regions that look alike."""
-        key = self.place.band.mask_key(region)
-        if key not in self._masks:
-            if len(self._masks) == MASKS_KEPT:
-                self._masks.clear()
-            self._masks[key] = self.place.band.mask(region, self.plan.device)
-        return self._masks[key]
+        return self._kept("mask", region, lambda: self.place.band.mask(region, self.plan.device))
+
+    def bias(self, region: Region) -> torch.Tensor:
+        """fp32 (rows, keys): 0 where a pair is visible, -inf where it is hidden."""
+        return self._kept("bias", region, lambda: torch.where(self.mask(region), 0.0, -torch.inf))
 
     def rows_of(self, region: Region) -> slice:
         """The region's rows among the place's."""
         return slice(region.q0 - self.place.q0, region.q1 - self.place.q0)
+
+    def _kept(self, kind: str, region: Region, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        key = (kind, self.place.band.mask_key(region))
+        found = self._masks.get(key)
+        if found is None:
+            if len(self._masks) >= MASKS_KEPT:
+                self._masks.clear()
+            found = self._masks[key] = make()
+        return found
 
     def _query_rows(self, role: str) -> torch.Tensor:
         place = self.place

@@ -65,7 +65,7 @@ class QueryBlock:
         inputs, rows = self._inputs, self._inputs.rows_of(region)
         keys = inputs.keys("k", region), inputs.keys("v", region)
         queries = self._q[:, rows], self._dout[:, rows], out[:, rows], self._softmax_lse[:, rows]
-        return reference_flash.gradients(region, queries, keys, inputs.plan.problem.softmax_scale, inputs.mask)
+        return reference_flash.gradients(region, queries, keys, inputs.plan.problem.softmax_scale, inputs.bias)
 
     def _by_tiles(self, region: Region) -> Parts:
         inputs, rows = self._inputs, self._inputs.rows_of(region)

@@ -18,7 +18,7 @@ NORM_LEAST, NORM_MOST = 1e-15, 1e15
 FACTOR_LEAST, FACTOR_MOST = 1e-25, 1e25
 """A factor beyond them may have lost bits, or take bits of what it is multiplied with."""
 
-Mask = Callable[[Region], torch.Tensor]
+Bias = Callable[[Region], torch.Tensor]
 
 
 def stand_in_for_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
@@ -42,20 +42,17 @@ def gradients(
     queries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     keys: tuple[torch.Tensor, torch.Tensor],
     softmax_scale: float,
-    mask: Mask,
+    bias: Bias,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq (heads, rows, width), dk, dv (heads, keys, width) that a region adds, in fp32.
 
     queries are q, dout, out (heads, rows, width) and softmax_lse (heads, rows) of its rows, finite or +inf; keys are
-    k, v (heads, keys, width); mask gives a region's visibility, bool (rows, keys).
+    k, v (heads, keys, width); bias gives a region's hidden pairs, fp32 (rows, keys): -inf there, 0 elsewhere.
     """
     q, dout, out, softmax_lse = (tensor.unsqueeze(1) for tensor in queries)
     k, v = (tensor.unsqueeze(1) for tensor in keys)
-    bias = None
-    if region.cover is Cover.PARTIAL:
-        seen = mask(region)
-        bias = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -torch.inf)[None, None]
+    hidden = bias(region)[None, None] if region.cover is Cover.PARTIAL else None
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, softmax_lse, 0.0, region.cover is Cover.CAUSAL, attn_mask=bias, scale=softmax_scale
+        dout, q, k, v, out, softmax_lse, 0.0, region.cover is Cover.CAUSAL, attn_mask=hidden, scale=softmax_scale
     )
     return dq.squeeze(1), dk.squeeze(1), dv.squeeze(1)
