@@ -15,7 +15,7 @@ from dqkv.server.grpc_servers import GrpcServers
 from dqkv.server.http_app import DeviceInfo, Info, LimitsInfo, Sources, make_app
 from dqkv.server.http_server import HttpServer
 from dqkv.server.identity import Doorkeeper
-from dqkv.settings import Settings, SettingsInvalid
+from dqkv.settings import Settings, SettingsInvalid, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,7 @@ class Addresses:
     host: str
     grpc_port: int
     stream_port: int
+    http_host: str
     http_port: int
     unix_socket: str
     region_socket: str
@@ -89,7 +90,7 @@ class Server:
         await core.open_region_socket()
         # Every address is taken before a device is started, so that a second server ends at once. What was started
         # last is stopped first: health and metrics are there until the drain is over.
-        listener = ports.listen_http(settings.host, settings.http_port)
+        listener = ports.listen_http(settings.http_host, settings.http_port)
         self._held.callback(listener.close)
         http = HttpServer(make_app(self._sources(core), version=core.version), listener)
         await http.start()
@@ -101,12 +102,29 @@ class Server:
             host=settings.host,
             grpc_port=grpc_port,
             stream_port=stream_port,
+            http_host=settings.http_host,
             http_port=listener.getsockname()[1],
             unix_socket="" if settings.unix_socket is None else str(settings.unix_socket),
             region_socket=core.region_socket,
         )
+        self._warn_of_open_ports()
         await core.start()
         await servers.start()
+
+    def _warn_of_open_ports(self) -> None:
+        settings = self._settings
+        if self._tokens and self._credentials is None and not is_loopback(settings.host):
+            self._log.warning(
+                "tokens travel in the clear",
+                reason=f"DQKV_HOST is {settings.host} and there is no TLS: whoever is on the way reads every secret",
+                remedy="give DQKV_TLS_CERT and DQKV_TLS_KEY",
+            )
+        if not is_loopback(settings.http_host):
+            self._log.warning(
+                "HTTP is open to others",
+                reason=f"DQKV_HTTP_HOST is {settings.http_host}, and HTTP has neither TLS nor authentication",
+                remedy="let only probes and the collector of metrics reach it",
+            )
 
     def _doorkeeper(self, core: Core) -> Doorkeeper:
         return Doorkeeper(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import structlog
@@ -48,6 +49,8 @@ class GrpcServers:
         self._watchdog = Watchdog(settings.stream_idle_s)
         self._reporter = HealthReporter(core.readiness, SERVICES)
         self._tasks: list[asyncio.Task[None]] = []
+        self._serving = False
+        self._socket: Path | None = None
         self._log = structlog.get_logger("dqkv.server")
 
     def listen(self, credentials: grpc.ServerCredentials | None) -> tuple[int, int]:
@@ -57,6 +60,7 @@ class GrpcServers:
         bulk = ports.listen_grpc(self._bulk, settings.host, settings.stream_port, credentials, "DQKV_STREAM_PORT")
         if settings.unix_socket is not None:
             ports.listen_unix(self._control, settings.unix_socket)
+            self._socket = settings.unix_socket
         self._add_services(stream_port=bulk)
         return control, bulk
 
@@ -65,18 +69,18 @@ class GrpcServers:
         self._tasks.append(asyncio.create_task(self._watchdog.run(), name="dqkv watchdog"))
         await self._reporter.look()
         self._tasks.append(asyncio.create_task(self._reporter.run(), name="dqkv health"))
+        self._serving = True
         self._bulk.start()
         await self._control.start()
 
     async def stop(self) -> None:
         """Turns new work away, waits for accepted work as long as the settings allow, and ends both servers."""
-        desk, began = self._core.desk, time.monotonic()
-        desk.turn_away()
-        await self._reporter.look()
-        left = await desk.idle(self._settings.drain_s)
-        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
-        log = self._log.warning if left else self._log.info
-        log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
+        self._core.desk.turn_away()
+        if self._serving:
+            await self._drain()
+        else:
+            # gRPC stops only what was started, and complains on standard error when it frees anything else.
+            await self._control.start()
         bulk = self._bulk.stop(STOP_GRACE_S)
         await self._control.stop(STOP_GRACE_S)
         await asyncio.to_thread(bulk.wait)
@@ -84,8 +88,17 @@ class GrpcServers:
             task.cancel()
         # The streams that were left have been cancelled; their threads end by themselves.
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._settings.unix_socket is not None:
-            self._settings.unix_socket.unlink(missing_ok=True)
+        # One that could not be taken is another server's.
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+
+    async def _drain(self) -> None:
+        desk, began = self._core.desk, time.monotonic()
+        await self._reporter.look()
+        left = await desk.idle(self._settings.drain_s)
+        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
+        log = self._log.warning if left else self._log.info
+        log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
 
     def _add_services(self, stream_port: int) -> None:
         core, settings = self._core, self._settings
