@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 
 import structlog
 
-from dqkv.problem import HEAD_DIM_LIMIT
 from dqkv.server import lifecycle, logs, ports, tls
 from dqkv.server.core import Core
 from dqkv.server.grpc_servers import GrpcServers
-from dqkv.server.http_app import DeviceInfo, Info, LimitsInfo, Sources, make_app
+from dqkv.server.http_app import DeviceInfo, Info, Sources, make_app
 from dqkv.server.http_server import HttpServer
 from dqkv.server.identity import Doorkeeper
+from dqkv.server.limits import LimitsInfo
 from dqkv.settings import Settings, SettingsInvalid, is_loopback
 
 
@@ -137,7 +137,6 @@ class Server:
         return Sources(failing=core.readiness.failing, info=lambda: self._info(core), exposition=core.exposition)
 
     def _info(self, core: Core) -> Info:
-        settings = self._settings
         return Info(
             version=core.version,
             grpc_port=self.addresses.grpc_port,
@@ -155,16 +154,6 @@ class Server:
                 )
                 for status in core.scheduler.statuses()
             ],
-            limits=LimitsInfo(
-                message_bytes=settings.message_bytes,
-                inline_bytes=settings.inline_bytes,
-                request_bytes=settings.request_bytes,
-                staging_bytes=settings.staging_bytes,
-                queue_s=settings.queue_seconds,
-                regions=settings.regions_per_caller,
-                lease_s=settings.lease_limit_s,
-                head_dim=HEAD_DIM_LIMIT,
-                stream_idle_s=settings.stream_idle_s,
-            ),
+            limits=LimitsInfo.of(self._settings),
             notes=list(core.notes()),
         )
