@@ -96,6 +96,7 @@ def placed(
             dtype=tensor.dtype, shape=tensor.shape, strides=strides, data=InBlock(block_id, position)
         )
         position += -(-(gradients[role].extent_nbytes + gap * 4) // 64) * 64
+    position = max(position, 64)  # a file of no bytes cannot be mapped
     fd = memfd.create("dqkv-test", position) if sealed else os.memfd_create("dqkv-test", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, b"\xa5" * position, 0)

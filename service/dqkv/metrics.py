@@ -45,6 +45,8 @@ class Metrics:
     """The metrics of one server, in a registry of its own. Safe to use from any thread."""
 
     def __init__(self, *, version: str, torch: str, grpcio: str) -> None:
+        # When each series began is a series more for each; nobody here asks for it.
+        prometheus_client.disable_created_metrics()
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "dqkv_requests",

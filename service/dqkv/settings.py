@@ -43,7 +43,7 @@ class Token:
 class Settings(BaseSettings):
     """Every knob, with its unit and default; `Settings.load()` reads the environment. Raises SettingsInvalid there."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
 
     # ---- where it listens
     host: str = Field("127.0.0.1", description="address of the gRPC and HTTP ports; other than loopback needs TLS")

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ from dqkv.tensor import DType, Tensor
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LONG = Sizes(seqlen=6144, num_heads=8, head_dim=64)
+LONG = Sizes(seqlen=4096, num_heads=8, head_dim=64)
 """Seconds of work for a real device."""
 SECOND = Sizes(seqlen=100, num_heads=100, head_dim=8)
 """What the told device needs about a second for: 2 * 100 * 100 * 100 pairs * 40, and the statistics."""
@@ -634,7 +634,7 @@ async def test_requests_are_answered_right_and_observed(real: Real) -> None:
             for role, gradient in each.answers().items():
                 assert np.abs(gradient - want[role]).max() <= 1e-5 * np.abs(want[role]).max()
             real.scheduler.drop_block(each.block.block_id)
-    assert {report.device for report in reports} == {"cpu:0", "cpu:1"}
+    assert {report.device for report in reports} <= {"cpu:0", "cpu:1"}
     assert len(real.seen) == 3
     for estimate, report in real.seen:
         assert estimate.device == report.device
@@ -649,7 +649,15 @@ async def test_memory_of_a_cancelled_request_is_the_next_ones_alone(real: Real) 
         running = asyncio.create_task(run_placed(real.scheduler, old))
         await until(lambda: any(status.running for status in real.scheduler.statuses()))
         await asyncio.sleep(0.3)
+        busy = [status.running for status in real.scheduler.statuses()].index(1)
+        pid = real.devices[busy].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # slow to hear of the cancellation
         running.cancel()
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        assert real.scheduler.statuses()[busy].running
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await running
         assert not any(status.running for status in real.scheduler.statuses())
@@ -672,19 +680,25 @@ async def test_memory_of_a_cancelled_request_is_the_next_ones_alone(real: Real) 
 
 
 async def test_a_killed_process_fails_its_own_request_and_no_other(real: Real) -> None:
-    with placed(LONG) as first, placed(LONG) as second, placed(Sizes()) as third:
-        tasks = [asyncio.create_task(run_placed(real.scheduler, each)) for each in (first, second)]
-        await until(lambda: all(status.running for status in real.scheduler.statuses()))
-        waiting = [asyncio.create_task(run_placed(real.scheduler, third, owner="b"))]
+    with ExitStack() as blocks:
+        given_problems: list[Placed] = []
+        tasks: list[asyncio.Task[Report]] = []
+        # Two keep both devices busy, unless one was measured to be much slower.
+        while not all(status.running for status in real.scheduler.statuses()):
+            given_problems.append(blocks.enter_context(placed(LONG)))
+            tasks.append(asyncio.create_task(run_placed(real.scheduler, given_problems[-1])))
+            await settled()
+        given_problems.append(blocks.enter_context(placed(Sizes())))
+        tasks.append(asyncio.create_task(run_placed(real.scheduler, given_problems[-1], owner="b")))
         await asyncio.sleep(0.2)
         pid = real.devices[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        answers = await asyncio.gather(*tasks, *waiting, return_exceptions=True)
-        lost = [answer for answer in answers if isinstance(answer, BaseException)]
-        assert [type(error) for error in lost] == [errors.DeviceLost]
-        assert isinstance(answers[2], Report)
-        for each in (first, second, third):
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        lost = [type(answer) for answer in answers if isinstance(answer, BaseException)]
+        assert lost == [errors.DeviceLost]
+        assert isinstance(answers[-1], Report)
+        for each in given_problems:
             real.scheduler.drop_block(each.block.block_id)
     await until(lambda: all(status.state is DeviceState.OK for status in real.scheduler.statuses()))
 

@@ -49,7 +49,6 @@ SIZES = (
 class Row:
     """What one size by one transport took: median seconds, and the parts of the last answer's report."""
 
-    rounds: int
     round_trip_s: float
     moved_nbytes: int
     report: Report
@@ -62,25 +61,23 @@ def run(door: Door, *, dtype: DType, seconds: float) -> int:
         with Courier(door) as courier:
             control_s = _median(courier.client.capabilities, seconds)
             console.print(f"{door.address}: a call that moves no tensors takes {control_s * 1e3:.2f} ms")
-            table, answered = _measure(courier, dtype, seconds)
+            return _measure(console, courier, dtype, seconds)
     except errors.DqkvError as error:
         console.print(f"{door.address}: {error.reason}: {error.message}", style="bold red")
         return 1
-    console.print(table)
-    return 0 if answered else 1
 
 
-def _measure(courier: Courier, dtype: DType, seconds: float) -> tuple[Table, bool]:
-    title = f"causal, {dtype}, batch x rows x heads x width; milliseconds, the median of at most {seconds:g} s a row"
-    table = Table("problem", "by", title=title, box=box.SIMPLE)
-    for name in ("rounds", "round trip", "queued", "transfer", "device", "total", "GB/s", "GFLOP/s"):
+def _measure(console: Console, courier: Courier, dtype: DType, seconds: float) -> int:
+    table = Table("problem", "by", title=f"causal, {dtype}: batch x rows x heads x width; times in ms", box=box.SIMPLE)
+    for name in ("round trip", "queued", "moved", "device", "GB/s", "GFLOP/s"):
         table.add_column(name, justify="right")
+    left_out = []
     answered = True
     for size in SIZES:
         problem = _problem(size, dtype)
         estimate = courier.client.estimate(problem)
         if estimate.device_s > seconds:
-            table.add_row(str(size), f"left out: one takes about {estimate.device_s:.0f} s on {estimate.device}")
+            left_out.append(f"{size} was left out: one takes about {estimate.device_s:.0f} s on {estimate.device}")
             continue
         for transport in Transport:
             try:
@@ -90,7 +87,8 @@ def _measure(courier: Courier, dtype: DType, seconds: float) -> tuple[Table, boo
                 table.add_row(str(size), str(transport), error.reason)
                 continue
             table.add_row(str(size), str(transport), *_cells(row, estimate.flops))
-    return table, answered
+    console.print(table, *left_out, sep="\n")
+    return 0 if answered else 1
 
 
 def _time(courier: Courier, problem: Problem[HostArray], transport: Transport, seconds: float) -> Row:
@@ -104,7 +102,6 @@ def _time(courier: Courier, problem: Problem[HostArray], transport: Transport, s
             times.append(answer.round_trip_s)
     tensors = [*problem.tensors.values(), *problem.gradients.values()]
     return Row(
-        rounds=len(times),
         round_trip_s=statistics.median(times),
         moved_nbytes=sum(tensor.nbytes for tensor in tensors),
         report=answer.gradients.report,
@@ -113,9 +110,9 @@ def _time(courier: Courier, problem: Problem[HostArray], transport: Transport, s
 
 def _cells(row: Row, flops: float) -> list[str]:
     report = row.report
-    parts = (row.round_trip_s, report.queued_s, report.transfer_s, report.device_s, report.total_s)
+    parts = (row.round_trip_s, report.queued_s, report.transfer_s, report.device_s)
     rates = (row.moved_nbytes / row.round_trip_s / 1e9, flops / row.round_trip_s / 1e9)
-    return [str(row.rounds), *(f"{part * 1e3:.2f}" for part in parts), f"{rates[0]:.3f}", f"{rates[1]:.1f}"]
+    return [*(f"{part * 1e3:.1f}" for part in parts), f"{rates[0]:.3f}", f"{rates[1]:.1f}"]
 
 
 def _problem(size: Size, dtype: DType) -> Problem[HostArray]:

@@ -20,6 +20,9 @@ COLOURS = {Outcome.RIGHT: "green", Outcome.WRONG: "bold red", Outcome.FAILED: "b
 WIDE = 120
 """Columns of a terminal on which a row also says what it shows."""
 
+NAMED = 3
+"""Problems that are named where several went wrong in the same way."""
+
 
 def run(door: Door) -> int:
     """Prints a row for each problem and transport, and a sentence; 0 when every answer was right, else 1."""
@@ -33,6 +36,7 @@ def run(door: Door) -> int:
         console.print(f"{door.address} cannot be asked: {error.reason}: {error.message}", style="bold red")
         return 1
     console.print(_table(verdicts, explain=console.width >= WIDE))
+    _explain(console, verdicts)
     return _sum_up(console, verdicts)
 
 
@@ -45,14 +49,13 @@ def _table(verdicts: list[Verdict], *, explain: bool) -> Table:
     for verdict in verdicts:
         ratios = (_ratio(verdict.ratios.get(role)) for role in ("dq", "dk", "dv", "dsink"))
         answered = f"{verdict.round_trip_s * 1e3:.1f}" if verdict.ratios else ""
-        says = f"{verdict.outcome}{': ' if verdict.says else ''}{verdict.says}"
         table.add_row(
             verdict.trial.name,
             *([verdict.trial.shows] if explain else []),
             str(verdict.transport),
             *ratios,
             answered,
-            Text(says, style=COLOURS[verdict.outcome]),
+            Text(str(verdict.outcome), style=COLOURS[verdict.outcome]),
         )
     return table
 
@@ -61,6 +64,19 @@ def _ratio(ratio: float | None) -> str:
     if ratio is None:
         return ""
     return "not finite" if math.isnan(ratio) else f"{ratio:.2f}"
+
+
+def _explain(console: Console, verdicts: list[Verdict]) -> None:
+    """One line for each thing that was not right, with the problems and transports it was said of."""
+    said: dict[tuple[Outcome, str], list[str]] = {}
+    for verdict in verdicts:
+        if verdict.outcome is not Outcome.RIGHT:
+            where = said.setdefault((verdict.outcome, verdict.says), [])
+            where.append(f"{verdict.trial.name} by {verdict.transport}")
+    for (outcome, says), where in said.items():
+        more = f" and {len(where) - NAMED} more" if len(where) > NAMED else ""
+        line = f"{outcome}: {', '.join(where[:NAMED])}{more}: {says}"
+        console.print(Text(line, style=COLOURS[outcome]))
 
 
 def _sum_up(console: Console, verdicts: list[Verdict]) -> int:

@@ -82,7 +82,7 @@ def _show(console: Console, courier: Courier) -> int:
 
 def _errors(drawn: Drawn, verdict: Verdict) -> list[str]:
     budget = drawn.expected.budget
-    return [f"{ratio * budget[role]:.1e} / {budget[role]:.1e}" for role, ratio in verdict.ratios.items()]
+    return [f"{ratio * budget[role]:.2g}/{budget[role]:.2g}" for role, ratio in verdict.ratios.items()]
 
 
 def _times(drawn: Drawn, answer: Answer) -> list[str]:

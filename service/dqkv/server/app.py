@@ -87,9 +87,13 @@ class Server:
         core = Core(settings)
         self._held.push_async_callback(core.stop)
         await core.open_region_socket()
-        # Every address is taken before a device is started, so that a second server ends at once.
+        # Every address is taken before a device is started, so that a second server ends at once. What was started
+        # last is stopped first: health and metrics are there until the drain is over.
         listener = ports.listen_http(settings.host, settings.http_port)
         self._held.callback(listener.close)
+        http = HttpServer(make_app(self._sources(core), version=core.version), listener)
+        await http.start()
+        self._held.push_async_callback(http.stop)
         servers = GrpcServers(settings, core, self._doorkeeper(core))
         self._held.push_async_callback(servers.stop)
         grpc_port, stream_port = servers.listen(self._credentials)
@@ -101,9 +105,6 @@ class Server:
             unix_socket="" if settings.unix_socket is None else str(settings.unix_socket),
             region_socket=core.region_socket,
         )
-        http = HttpServer(make_app(self._sources(core), version=core.version), listener)
-        await http.start()
-        self._held.push_async_callback(http.stop)
         await core.start()
         await servers.start()
 

@@ -1,0 +1,128 @@
+"""Rows and heads of the request's tensors, copied to fp32 a tile at a time and written back rounded once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dqkv.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """One sequence: its number in the batch, first row in packed tensors, and how many rows count, on both sides."""
+
+    index: int
+    q_start: int
+    q_len: int
+    k_start: int
+    k_len: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """The query heads first to stop (stop excluded) and the key heads kv_first to kv_stop that they use."""
+
+    first: int
+    stop: int
+    kv_first: int
+    kv_stop: int
+
+    @property
+    def count(self) -> int:
+        """Query heads."""
+        return self.stop - self.first
+
+    @property
+    def per_key_head(self) -> int:
+        """Query heads for each key head."""
+        return self.count // (self.kv_stop - self.kv_first)
+
+
+def sequences(problem: Problem[object]) -> list[Sequence]:
+    """The sequences of a problem, in order; empty ones too."""
+    return [
+        Sequence(index=index, q_start=q_start, q_len=q_len, k_start=k_start, k_len=k_len)
+        for index, (q_start, q_len, k_start, k_len) in enumerate(problem.rows)
+    ]
+
+
+def query_rows(tensor: torch.Tensor, problem: Problem[object], sequence: Sequence) -> torch.Tensor:
+    """The sequence's rows of q, dout, out or dq: a view (q_len, num_heads_q, width)."""
+    if problem.queries.is_packed:
+        return tensor[sequence.q_start : sequence.q_start + sequence.q_len]
+    return tensor[sequence.index, : sequence.q_len]
+
+
+def key_rows(tensor: torch.Tensor, problem: Problem[object], sequence: Sequence) -> torch.Tensor:
+    """The sequence's rows of k, v, dk or dv: a view (k_len, num_heads_kv, width)."""
+    if problem.keys.is_packed:
+        return tensor[sequence.k_start : sequence.k_start + sequence.k_len]
+    return tensor[sequence.index, : sequence.k_len]
+
+
+def statistics_rows(tensor: torch.Tensor, problem: Problem[object], sequence: Sequence) -> torch.Tensor:
+    """The sequence's rows of softmax_lse, delta or dlse: a view (num_heads_q, q_len)."""
+    if problem.queries.is_packed:
+        return tensor[:, sequence.q_start : sequence.q_start + sequence.q_len]
+    return tensor[sequence.index, :, : sequence.q_len]
+
+
+def of_queries(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
+    """(rows, num_heads_q, n) of any dtype and strides -> fp32 (heads.count, rows, width), zero behind column n."""
+    tile = _tile(heads.count, rows, width)
+    tile[:, :, : rows.shape[-1]].copy_(rows[:, heads.first : heads.stop].transpose(0, 1))
+    return tile
+
+
+def of_keys(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
+    """(rows, num_heads_kv, n) of any dtype and strides -> fp32 (heads.count, rows, width), each query head its own."""
+    tile = _tile(heads.count, rows, width)
+    source = rows[:, heads.kv_first : heads.kv_stop].transpose(0, 1).unsqueeze(1)
+    by_key_head = tile.view(-1, heads.per_key_head, *tile.shape[1:])
+    by_key_head[..., : rows.shape[-1]].copy_(source)
+    return tile
+
+
+def _tile(count: int, rows: torch.Tensor, width: int) -> torch.Tensor:
+    make = torch.empty if width == rows.shape[-1] else torch.zeros
+    return make(count, rows.shape[0], width, dtype=torch.float32, device=rows.device)
+
+
+class Sum:
+    """fp32 partial results (heads, rows, width) added up in the order they come."""
+
+    def __init__(self, heads: int, rows: int) -> None:
+        self._heads = heads
+        self._rows = rows
+        self._total: torch.Tensor | None = None
+
+    def add(self, start: int, value: torch.Tensor) -> None:
+        """Add value (heads * n, m, width) to the rows from start on, each n heads together in their order.
+
+        The value belongs to the sum from now on.
+        """
+        parts = value.reshape(self._heads, -1, *value.shape[1:])
+        rows = slice(start, start + value.shape[1])
+        rest = 0
+        if self._total is None and value.shape[1] == self._rows:
+            self._total, rest = parts[:, 0], 1
+        elif self._total is None:
+            shape = (self._heads, self._rows, value.shape[2])
+            self._total = torch.zeros(shape, dtype=torch.float32, device=value.device)
+        for index in range(rest, parts.shape[1]):
+            self._total[:, rows] += parts[:, index]
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """The sum; None before anything was added."""
+        return self._total
+
+    def write(self, rows: torch.Tensor, first: int, stop: int) -> None:
+        """Round the sum once into the heads first to stop of rows (rows, all heads, n); zeros if nothing was added."""
+        target = rows[:, first:stop].transpose(0, 1)
+        if self._total is None:
+            target.zero_()
+        else:
+            target.copy_(self._total[:, :, : rows.shape[-1]])

@@ -1,0 +1,163 @@
+"""The commands as an operator types them: demo, check, bench, serve, settings; their words and exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rig.server import Running, running
+
+from dqkv import oracle
+from dqkv.check import Outcome, check, judge
+from dqkv.courier import Answer, Courier, Door, Transport
+from dqkv.problem import Gradients, Report
+from dqkv.trials import TRIALS, Drawn, Trial, draw
+
+REPORT = Report(arch="cpu", kernel="", device="")
+
+
+def dqkv(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dqkv", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=115,
+        env={**os.environ, "COLUMNS": "140", **environment},
+    )
+
+
+def test_demo_is_within_budget_by_every_transport_and_leaves_nothing() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    done = dqkv("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("dense", "packed", "shared", "unary", "stream", "region", "cpu:0", "GPU", "round trip"):
+        assert words in done.stdout
+    assert "wrong" not in done.stdout
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_demo_says_why_a_server_did_not_start() -> None:
+    done = dqkv("demo", DQKV_NO_SUCH_SETTING="1")
+    assert done.returncode == 1
+    assert "DQKV_NO_SUCH_SETTING is no setting" in done.stdout
+
+
+def test_check_finds_a_right_server_right(server: Running) -> None:
+    done = dqkv("check", server.target)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{3 * len(TRIALS)} right" in done.stdout
+    assert "wrong" not in done.stdout
+
+
+def test_check_of_nobody_fails() -> None:
+    done = dqkv("check", "127.0.0.1:1")
+    assert done.returncode == 1
+    assert "TRANSPORT" in done.stdout
+
+
+def test_check_with_a_token_file(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("s3cret\n")
+    with running(tokens="op:gradient:s3cret") as server:
+        assert dqkv("check", server.target).returncode == 1
+        with Courier(Door(address=server.target, token=secret.read_text().strip())) as courier:
+            assert {verdict.outcome for verdict in check(courier, TRIALS[:1])} == {Outcome.RIGHT}
+
+
+def test_bench_prints_a_row_a_transport(server: Running) -> None:
+    done = dqkv("bench", server.target, "--seconds", "0.2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("1x16x1x64", "unary", "stream", "region", "GFLOP/s"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "a:1", "--dtype", "fp64"), "must be bf16, fp16 or fp32"),
+        (("check", "a:1", "--certificate", "cert.pem"), "needs its key"),
+        (("check", "a:1", "--token-file", "no-such-file"), "No such file"),
+        (("serve", "--set", "port"), "is not NAME=VALUE"),
+    ],
+)
+def test_a_wrong_option_is_said_in_words(arguments: tuple[str, ...], says: str) -> None:
+    done = dqkv(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_serve_refuses_an_unknown_setting() -> None:
+    for arguments in (("--set", "prt=1"), ("--set", "port=many")):
+        done = dqkv("serve", *arguments)
+        assert done.returncode == 1
+        assert "cannot start" in done.stderr
+    done = dqkv("serve", DQKV_PROT="1")
+    assert done.returncode == 1
+    assert "DQKV_PORT" in done.stderr
+
+
+def test_settings_are_listed() -> None:
+    done = dqkv("settings")
+    assert done.returncode == 0
+    assert "DQKV_STREAM_IDLE_S" in done.stdout
+
+
+# ---- what check calls wrong
+def answer_of(drawn: Drawn, change: Callable[[dict[str, Any]], None]) -> Answer:
+    """The exact answer in the dtype asked for, changed."""
+    specs = drawn.problem.gradients
+    roles = {role: array.astype(oracle.ROUNDED[specs[role].dtype]) for role, array in drawn.expected.gradients.items()}
+    change(roles)
+    return Answer(gradients=Gradients(**{"dsink": None, **roles}, report=REPORT), round_trip_s=0.0)
+
+
+BLIND = Trial(name="blind", shows="", seqlen_q=24, seqlen_k=8, sink=True, options=TRIALS[1].options)
+
+
+def scale(role: str, factor: float) -> Callable[[dict[str, Any]], None]:
+    def change(roles: dict[str, Any]) -> None:
+        roles[role] = (roles[role].astype(np.float32) * factor).astype(roles[role].dtype)
+
+    return change
+
+
+def set_one(role: str, index: tuple[int, ...], value: float) -> Callable[[dict[str, Any]], None]:
+    def change(roles: dict[str, Any]) -> None:
+        roles[role][index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (scale("dq", 1.1), "dq has"),
+        (scale("dk", -1.0), "dk has"),
+        (scale("dv", 0.9), "dv has"),
+        (scale("dsink", 1.2), "dsink has"),
+        (set_one("dv", (0, 3, 1, 5), float("nan")), "dv is not finite"),
+        (set_one("dq", (1, 20, 0, 0), float("inf")), "dq is not finite"),
+        (set_one("dq", (0, 2, 0, 0), 1e-6), "dq has values in rows that nothing flows into"),
+    ],
+)
+def test_a_wrong_answer_is_called_wrong(change: Callable[[dict[str, Any]], None], says: str) -> None:
+    drawn = draw(BLIND)
+    right = judge(BLIND, drawn, Transport.UNARY, answer_of(drawn, lambda roles: None))
+    assert (right.outcome, right.says) == (Outcome.RIGHT, "")
+    wrong = judge(BLIND, drawn, Transport.UNARY, answer_of(drawn, change))
+    assert wrong.is_bad
+    assert says in wrong.says
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_each_trial_tells_right_from_slightly_wrong(trial: Trial) -> None:
+    drawn = draw(trial)
+    assert not judge(trial, drawn, Transport.UNARY, answer_of(drawn, lambda roles: None)).is_bad
+    for role in drawn.expected.gradients:
+        assert judge(trial, drawn, Transport.UNARY, answer_of(drawn, scale(role, 1.15))).is_bad, role

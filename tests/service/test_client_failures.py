@@ -1,0 +1,124 @@
+"""What a client is told when something is wrong, how it proves who it is, and that it goes on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig.answers import arguments, assert_right, drawn_problem
+from rig.pki import Authority
+from rig.server import Running, running
+
+import dqkv
+from dqkv import errors
+from dqkv.courier import Courier, Door, Transport
+from dqkv.trials import Drawn
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Drawn:
+    return drawn_problem()
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[dqkv.Client]:
+    with dqkv.Client(server.target, timeout_s=60) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def streaming(server: Running) -> Iterator[dqkv.Client]:
+    with dqkv.Client(server.target, timeout_s=60, inline_nbytes=-1) as one:
+        yield one
+
+
+def test_the_servers_refusal_arrives_with_reason_field_and_message(client: dqkv.Client, drawn: Drawn) -> None:
+    with pytest.raises(errors.ArchUnavailable) as caught:
+        client.backward(**arguments(drawn), arch="sm90")
+    assert caught.value.reason == "ARCH_UNAVAILABLE"
+    assert "sm90" in caught.value.message
+
+
+def test_an_interrupted_stream_leaves_the_client_usable(server: Running, drawn: Drawn) -> None:
+    rows = np.zeros((1, 4096, 8, 128), np.float16)
+
+    async def interrupt() -> None:
+        async with dqkv.AsyncClient(server.target) as one:
+            task = asyncio.create_task(one.backward(rows, rows, rows, rows, out=rows))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert_right(drawn, await one.backward(**arguments(drawn)))
+
+    asyncio.run(interrupt())
+
+
+def test_a_server_that_comes_back_is_found_again(drawn: Drawn) -> None:
+    with running(port="0") as first:
+        ports = {
+            name: str(first.address[f"{key}_port"])
+            for name, key in (("port", "grpc"), ("stream_port", "stream"), ("http_port", "http"))
+        }
+        client = dqkv.Client(first.target, timeout_s=60, retry=dqkv.Retry(attempts=60, first_s=0.2, limit_s=0.5))
+        assert_right(drawn, client.backward(**arguments(drawn)))
+        first.stop()
+    with running(**ports):
+        assert_right(drawn, client.backward(**arguments(drawn)))
+    client.close()
+
+
+def test_by_unix_socket(tmp_path: Path, drawn: Drawn) -> None:
+    path = tmp_path / "dqkv.sock"
+    with running(unix_socket=str(path)), Courier(Door(address=f"unix:{path}")) as courier:
+        for transport in Transport:
+            with courier.load(drawn.problem, transport) as load:
+                assert_right(drawn, load.send().gradients)
+
+
+def test_a_token_is_asked_for_and_taken(drawn: Drawn) -> None:
+    with running(tokens="rank:gradient:s3cret") as server:
+        for token, kind in ((None, errors.Unauthenticated), ("wrong", errors.Unauthenticated)):
+            with dqkv.Client(server.target, token=token) as one, pytest.raises(kind):
+                one.backward(**arguments(drawn))
+        with Courier(Door(address=server.target, token="s3cret")) as courier:
+            for transport in Transport:
+                with courier.load(drawn.problem, transport) as load:
+                    assert_right(drawn, load.send().gradients)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("pki"), "ours")
+
+
+def test_by_mutual_tls_every_transport_works_as_one_caller(authority: Authority, drawn: Drawn) -> None:
+    host, rank = authority.issue("gradients.test"), authority.issue("rank-0")
+    settings = {"tls_cert": str(host.certificate), "tls_key": str(host.key), "tls_client_ca": str(authority.root)}
+    tls = dqkv.Tls(root_ca=authority.root, certificate=rank.certificate, key=rank.key, server_name="gradients.test")
+    with running(**settings) as server, Courier(Door(address=server.target, tls=tls)) as courier:
+        for transport in Transport:
+            with courier.load(drawn.problem, transport) as load:
+                assert_right(drawn, load.send().gradients)
+
+
+def test_a_server_of_another_authority_is_not_trusted(authority: Authority, tmp_path: Path, drawn: Drawn) -> None:
+    host, stranger = authority.issue("gradients.test"), Authority(tmp_path, "theirs")
+    settings = {"tls_cert": str(host.certificate), "tls_key": str(host.key)}
+    with running(**settings) as server:
+        for tls in (
+            dqkv.Tls(root_ca=stranger.root, server_name="gradients.test"),
+            dqkv.Tls(root_ca=authority.root, server_name="other.test"),
+            None,
+        ):
+            retry = dqkv.Retry(attempts=1)
+            with (
+                dqkv.Client(server.target, tls=tls, retry=retry, timeout_s=20) as one,
+                pytest.raises(errors.TransportError),
+            ):
+                one.backward(**arguments(drawn))

@@ -1,0 +1,141 @@
+"""The HTTP face: probes, metrics and facts, quick whatever the devices do."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rig.server import Running, eventually
+from rig.wire import ROLES, frames_of, role_number, sample, stream, streamed_gradients, unary_request
+
+from dqkv.v1 import gradient_pb2 as pb
+from dqkv.v1 import gradient_pb2_grpc as stubs
+
+LABELS = {"rpc", "code", "reason", "arch", "transport", "phase", "device", "direction", "kind", "event", "state"}
+LABELS |= {"cause", "version", "torch", "grpcio", "le", "grpc_type", "grpc_service", "grpc_method", "grpc_code"}
+
+
+def test_probes_answer_json(server: Running) -> None:
+    assert json.loads(server.http("/livez")[1]) == {"status": "live"}
+    status, body = server.http("/readyz")
+    assert (status, json.loads(body)) == (200, {"ready": True, "failing": []})
+
+
+def test_info_tells_ports_devices_and_limits(server: Running) -> None:
+    info = json.loads(server.http("/v1/info")[1])
+    assert (info["grpc_port"], info["stream_port"]) == (server.address["grpc_port"], server.address["stream_port"])
+    assert [(device["name"], device["state"], device["archs"]) for device in info["devices"]] == [
+        ("cpu:0", "ok", ["cpu"])
+    ]
+    assert info["limits"]["message_bytes"] == 64 << 20
+    assert any("GPU" in note for note in info["notes"])
+
+
+def test_the_api_describes_itself(server: Running) -> None:
+    assert server.http("/docs")[0] == 200
+    paths = json.loads(server.http("/openapi.json")[1])["paths"]
+    assert set(paths) == {"/livez", "/readyz", "/metrics", "/v1/info"}
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/none", "/metrics/../x", "/livez?x=1"])
+def test_other_paths_are_not_found_or_ignored(server: Running, path: str) -> None:
+    assert server.http(path)[0] == (200 if path.startswith("/livez") else 404)
+
+
+def test_a_request_moves_each_metric_it_should(channel: grpc.Channel, bulk: grpc.Channel, server: Running) -> None:
+    one = sample()
+    before = {name: server.metric(name, **labels) for name, labels in _MOVED.items()}
+    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
+    streamed_gradients(one, stream(bulk, frames_of(one)))
+    eventually(lambda: server.metric("dqkv_requests_total", transport="stream", code="OK") >= 1)
+    after = {name: server.metric(name, **labels) for name, labels in _MOVED.items()}
+    moved = {name: after[name] - before[name] for name in _MOVED}
+    assert moved["dqkv_requests_total"] == 2
+    assert moved["dqkv_request_duration_seconds_count"] == 2
+    assert moved["dqkv_pairs_total"] == 2 * 16 * 16 * 2
+    assert moved["dqkv_flops_total"] > 0
+    assert moved["dqkv_bytes_total"] == 2 * one.nbytes
+    assert moved["dqkv_phase_duration_seconds_count"] == 2
+    assert moved["dqkv_lse_recomputed_total"] == 2
+    assert moved["dqkv_cost_prediction_ratio_count"] == 2
+    assert moved["grpc_server_started_total"] == 2
+    assert moved["grpc_server_handled_total"] == 2
+    assert server.metric("dqkv_device_state", device="cpu:0", state="ok") == 1
+    assert server.metric("dqkv_device_state", device="cpu:0", state="lost") == 0
+    assert server.metric("dqkv_build_info") == 1
+
+
+_MOVED: dict[str, dict[str, str]] = {
+    "dqkv_requests_total": {"code": "OK", "arch": "cpu"},
+    "dqkv_request_duration_seconds_count": {"arch": "cpu"},
+    "dqkv_pairs_total": {},
+    "dqkv_flops_total": {},
+    "dqkv_bytes_total": {"direction": "in"},
+    "dqkv_phase_duration_seconds_count": {"phase": "compute"},
+    "dqkv_lse_recomputed_total": {},
+    "dqkv_cost_prediction_ratio_count": {},
+    "grpc_server_started_total": {"grpc_service": "dqkv.v1.AttentionGradientService"},
+    "grpc_server_handled_total": {"grpc_service": "dqkv.v1.AttentionGradientService", "grpc_code": "OK"},
+}
+
+
+def test_metrics_follow_prometheus_rules_and_have_no_open_labels(channel: grpc.Channel, server: Running) -> None:
+    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(sample()), timeout=30)
+    text = server.http("/metrics")[1].decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        assert re.fullmatch(r"(dqkv|grpc_server)_[a-z_]+", family.name), family.name
+        assert family.documentation
+        assert not family.name.endswith(("_ms", "_mib"))
+        for one in family.samples:
+            assert set(one.labels) <= LABELS, one
+            assert not any("127.0.0.1" in value or "dqkv-" in value for value in one.labels.values())
+            if family.type == "counter":
+                assert one.name.endswith("_total")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_complain_about(server: Running) -> None:
+    check = subprocess.run(
+        ["promtool", "check", "metrics"], input=server.http("/metrics")[1], capture_output=True, timeout=30
+    )
+    assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")
+
+
+def test_probes_answer_in_time_while_the_device_is_busy(channel: grpc.Channel, server: Running) -> None:
+    shape, nbytes = [1, 8192, 8, 64], 2 * 8192 * 8 * 64
+    tensors = [
+        pb.Tensor(role=role_number(role), dtype=pb.DATA_TYPE_FP16, shape=shape, data=bytes(nbytes)) for role in ROLES
+    ]
+    heavy = pb.BackwardRequest(problem=pb.Problem(tensors=tensors))
+    calls = [stubs.AttentionGradientServiceStub(channel).Backward.future(heavy, timeout=100) for _ in range(3)]
+    try:
+        eventually(lambda: server.metric("dqkv_queue_depth") >= 1)
+        took = []
+        for path in ("/livez", "/readyz", "/metrics") * 5:
+            began = time.perf_counter()
+            assert server.http(path)[0] in (200, 503)
+            took.append(time.perf_counter() - began)
+        assert sorted(took)[len(took) // 2] < 0.1, took
+    finally:
+        for call in calls:
+            call.cancel()
+    eventually(lambda: server.metric("dqkv_inflight_requests") == 0, timeout_s=20)
+
+
+def test_many_probes_at_once_are_all_answered(server: Running) -> None:
+    statuses: list[int] = []
+    threads = [threading.Thread(target=lambda: statuses.append(server.http("/readyz")[0])) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert statuses == [200] * 40

@@ -1,0 +1,166 @@
+"""Callers: told apart by the strongest proof that they bring, and let in by right."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from pydantic import SecretStr
+
+from dqkv import errors
+from dqkv.server.identity import RIGHTS, SESSIONS_LIMIT, Call, Doorkeeper
+from dqkv.settings import Right, Token
+from dqkv.v1 import gradient_pb2 as pb
+
+ALICE = Token(name="alice", right=Right.GRADIENT, secret=SecretStr("a-secret"))
+BOB = Token(name="bob", right=Right.ADMIN, secret=SecretStr("b-secret"))
+OTHER_UID = os.getuid() + 1
+USER_SESSION = bytes(range(16))
+OTHER_SESSION = bytes(range(16, 32))
+BACKWARD = "/dqkv.v1.AttentionGradientService/Backward"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def door(*tokens: Token, certificates: bool = False) -> Doorkeeper:
+    uids = {USER_SESSION: os.getuid(), OTHER_SESSION: OTHER_UID}
+    return Doorkeeper(tokens=tokens, certificates=certificates, uid_of_session=uids.get)
+
+
+def call(
+    method: str = BACKWARD,
+    *,
+    peer: str = "ipv4:127.0.0.1:5000",
+    token: str | None = None,
+    session: str | None = None,
+    names: tuple[str, ...] = (),
+) -> Call:
+    metadata = {}
+    if token is not None:
+        metadata["authorization"] = f"Bearer {token}"
+    if session is not None:
+        metadata["dqkv-session"] = session
+    return Call(method=method, peer=peer, metadata=metadata, certificate_names=names)
+
+
+def test_every_method_of_the_wire_has_a_right() -> None:
+    for service in pb.DESCRIPTOR.services_by_name.values():
+        for method in service.methods:
+            assert RIGHTS[f"/{service.full_name}/{method.name}"] is Right.GRADIENT
+
+
+def test_without_proof_the_connection_is_the_caller() -> None:
+    keeper = door()
+    first, second = keeper.identify(call()), keeper.identify(call(peer="ipv4:127.0.0.1:5001"))
+    assert first.name == "peer:ipv4:127.0.0.1:5000"
+    assert second.name != first.name
+
+
+def test_a_session_makes_another_connection_the_same_caller() -> None:
+    keeper = door()
+    first = keeper.identify(call())
+    session = keeper.session(first)
+    assert keeper.identify(call(peer="ipv4:127.0.0.1:5001", session=session)) == first
+    assert keeper.session(first) == session
+
+
+def test_an_unknown_session_gives_nobody_elses_identity() -> None:
+    keeper = door()
+    keeper.session(keeper.identify(call()))
+    for session in ("", "00" * 16, "not hex", "é"):
+        assert keeper.identify(call(peer="ipv4:127.0.0.1:6", session=session)).name == "peer:ipv4:127.0.0.1:6"
+
+
+def test_the_oldest_sessions_are_forgotten() -> None:
+    keeper = door()
+    first = keeper.session(keeper.identify(call(peer="first")))
+    for number in range(SESSIONS_LIMIT):
+        keeper.session(keeper.identify(call(peer=f"peer {number}")))
+    assert keeper.identify(call(peer="x", session=first)).name == "peer:x"
+    assert keeper.session(keeper.identify(call(peer="first"))) != first
+
+
+def test_the_region_sockets_session_proves_a_unix_user() -> None:
+    found = door().identify(call(session=USER_SESSION.hex()))
+    assert (found.name, found.uid) == (f"uid:{os.getuid()}", os.getuid())
+
+
+def test_a_unix_connection_is_its_owner() -> None:
+    found = door(ALICE).identify(call(peer="unix:"))
+    assert found.uid == os.getuid()
+    assert Right.GRADIENT in found.rights
+
+
+def test_a_unix_callers_session_makes_its_stream_the_same_caller() -> None:
+    keeper = door(ALICE)
+    found = keeper.identify(call(peer="unix:"))
+    assert keeper.identify(call(session=keeper.session(found))).name == found.name
+
+
+def test_a_certificate_comes_before_everything_else() -> None:
+    keeper = door(ALICE, certificates=True)
+    found = keeper.identify(call(names=("node-7", "spiffe://x"), token="a-secret", session=USER_SESSION.hex()))
+    assert found.name == "cert:node-7"
+
+
+def test_a_unix_user_comes_before_a_token_whose_rights_it_keeps() -> None:
+    found = door(BOB).identify(call(token="b-secret", session=OTHER_SESSION.hex()))
+    assert found.name == f"uid:{OTHER_UID}"
+    assert Right.ADMIN in found.rights
+    assert Right.ADMIN not in door(BOB).identify(call(session=OTHER_SESSION.hex())).rights
+
+
+def test_a_token_names_its_caller() -> None:
+    assert door(ALICE, BOB).identify(call(token="b-secret")).name == "token:bob"
+
+
+@pytest.mark.parametrize(
+    "header", ["Bearer wrong", "Bearer ", "Basic YTpi", "a-secret", "", "bearer a-secret-and-more"]
+)
+@pytest.mark.parametrize("tokens", [(), (ALICE,)], ids=["open", "guarded"])
+def test_a_wrong_token_is_always_refused(header: str, tokens: tuple[Token, ...]) -> None:
+    wrong = Call(method=BACKWARD, peer="p", metadata={"authorization": header})
+    with pytest.raises(errors.Unauthenticated) as caught:
+        door(*tokens).identify(wrong)
+    assert "wrong" not in caught.value.message
+
+
+@pytest.mark.parametrize("keeper", [door(ALICE), door(certificates=True)], ids=["tokens", "certificates"])
+def test_without_proof_nobody_passes_a_guarded_door(keeper: Doorkeeper) -> None:
+    with pytest.raises(errors.Unauthenticated):
+        keeper.identify(call())
+    with pytest.raises(errors.Unauthenticated):
+        keeper.identify(call(session="00" * 16))
+
+
+def test_a_session_alone_proves_no_token() -> None:
+    keeper = door(ALICE)
+    session = keeper.session(keeper.identify(call(token="a-secret")))
+    with pytest.raises(errors.Unauthenticated):
+        keeper.identify(call(session=session))
+
+
+def test_certificate_names_prove_nothing_where_certificates_are_not_checked() -> None:
+    assert door().identify(call(names=("node-7",))).name.startswith("peer:")
+
+
+@pytest.mark.parametrize(
+    ("method", "token", "allowed"),
+    [
+        (BACKWARD, "a-secret", True),
+        (BACKWARD, "b-secret", True),
+        (REFLECTION, "a-secret", False),
+        (REFLECTION, "b-secret", True),
+        ("/dqkv.v1.Unknown/Method", "a-secret", False),
+    ],
+)
+def test_rights_are_held_against_the_method(method: str, token: str, allowed: bool) -> None:
+    keeper = door(ALICE, BOB)
+    if allowed:
+        keeper.authorize(call(method, token=token))
+    else:
+        with pytest.raises(errors.RightMissing):
+            keeper.authorize(call(method, token=token))
+
+
+def test_an_open_door_lets_everyone_read_the_api() -> None:
+    door().authorize(call(REFLECTION))

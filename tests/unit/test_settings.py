@@ -1,0 +1,145 @@
+"""Settings: read from DQKV_ names alone, refused where they mean nothing, documented one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dqkv.settings import Right, Settings, SettingsInvalid, is_loopback, table
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in [name for name in os.environ if name.upper().startswith("DQKV_")]:
+        monkeypatch.delenv(name)
+
+
+def test_defaults_bind_loopback_and_name_ports_that_differ() -> None:
+    settings = Settings.load()
+    assert settings.host == "127.0.0.1"
+    assert len({settings.port, settings.stream_port, settings.http_port}) == 3
+    assert settings.stream_idle_s == 10
+    assert settings.inline_bytes == 4 << 20
+    assert settings.message_bytes == 64 << 20
+
+
+def test_the_environment_is_read_and_given_values_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DQKV_PORT", "7001")
+    monkeypatch.setenv("DQKV_DRAIN_S", "2.5")
+    settings = Settings.load(port=7002)
+    assert (settings.port, settings.drain_s) == (7002, 2.5)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DQKV_STREAM_PROT", "1")
+    with pytest.raises(SettingsInvalid, match=r"DQKV_STREAM_PROT.*DQKV_STREAM_PORT"):
+        Settings.load()
+
+
+def test_an_unknown_name_in_lower_case_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("dqkv_prot", "1")
+    with pytest.raises(SettingsInvalid, match=r"dqkv_prot.*DQKV_PORT"):
+        Settings.load()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"port": "many"}, "DQKV_PORT"),
+        ({"port": 70000}, "DQKV_PORT"),
+        ({"port": -1}, "DQKV_PORT"),
+        ({"bogus": 1}, "DQKV_BOGUS"),
+        ({"stream_idle_s": 0}, "DQKV_STREAM_IDLE_S"),
+        ({"message_bytes": 1}, "DQKV_MESSAGE_BYTES"),
+        ({"log_level": "loud"}, "DQKV_LOG_LEVEL"),
+        ({"host": "0.0.0.0"}, "loopback"),
+        ({"host": "::"}, "loopback"),
+        ({"host": "a-name"}, "loopback"),
+        ({"tls_cert": "c.pem"}, "DQKV_TLS_KEY"),
+        ({"tls_key": "k.pem"}, "DQKV_TLS_CERT"),
+        ({"tls_client_ca": "ca.pem"}, "DQKV_TLS_CERT"),
+        ({"port": 7000, "http_port": 7000}, "must differ"),
+        ({"lease_default_s": 10, "lease_limit_s": 5}, "DQKV_LEASE_LIMIT_S"),
+        ({"stream_idle_s": "nan"}, "DQKV_STREAM_IDLE_S"),
+        ({"drain_s": "inf"}, "DQKV_DRAIN_S"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsInvalid, match=words):
+        Settings.load(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"host": "0.0.0.0", "insecure_bind": True},
+        {"host": "0.0.0.0", "tls_cert": "c.pem", "tls_key": "k.pem"},
+        {"host": "::1"},
+        {"host": "localhost"},
+        {"host": "127.8.9.10"},
+        {"port": 0, "stream_port": 0, "http_port": 0},
+    ],
+)
+def test_what_goes_together_is_taken(given: dict[str, Any]) -> None:
+    Settings.load(**given)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("[::1]", True), ("0.0.0.0", False), ("10.0.0.1", False), ("localhost.evil", False)],
+)
+def test_loopback_is_told_from_the_world(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_every_setting_has_a_row_with_default_and_meaning() -> None:
+    rows = table()
+    assert [row.name for row in rows] == [f"DQKV_{name.upper()}" for name in Settings.model_fields]
+    assert all(row.meaning for row in rows)
+    defaults = {row.name: row.default for row in rows}
+    assert defaults["DQKV_HOST"] == "127.0.0.1"
+    assert defaults["DQKV_TLS_CERT"] == ""
+    for row in rows:
+        if row.name.endswith("_S"):
+            assert "second" in row.meaning or "deadline" in row.meaning, row.name
+        if row.name.endswith("_BYTES"):
+            assert "bytes" in row.meaning, row.name
+
+
+def test_tokens_come_from_value_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("# people\nbob:admin:s3:cret\n\n")
+    tokens = Settings.load(tokens="alice:gradient:abc", tokens_file=path).read_tokens()
+    assert [(token.name, token.right, token.secret.get_secret_value()) for token in tokens] == [
+        ("alice", Right.GRADIENT, "abc"),
+        ("bob", Right.ADMIN, "s3:cret"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("alice", "token 1"),
+        ("alice:gradient:", "token 1"),
+        (":gradient:hidden", "token 1"),
+        ("alice:gradient:hidden,bob:root:hidden", "token 2"),
+        ("alice:gradient:hidden,alice:admin:hidden", "twice"),
+    ],
+)
+def test_a_wrong_token_is_refused_without_its_secret(value: str, words: str) -> None:
+    with pytest.raises(SettingsInvalid, match=words) as caught:
+        Settings.load(tokens=value).read_tokens()
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_missing_token_file_is_refused_by_the_settings_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsInvalid, match="DQKV_TOKENS_FILE"):
+        Settings.load(tokens_file=tmp_path / "none").read_tokens()
+
+
+def test_secrets_are_not_printed() -> None:
+    assert "abc" not in repr(Settings.load(tokens="alice:gradient:abc"))
