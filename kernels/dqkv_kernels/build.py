@@ -15,7 +15,7 @@ from time import monotonic
 from dqkv import errors
 from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
 from dqkv_kernels.key import Kernel, KernelKey
-from dqkv_kernels.tiles import ARCH_TARGETS, PADDED_WIDTHS
+from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, rows_of
 
 INPUT_DTYPES = ("bf16", "fp16")
 
@@ -34,7 +34,7 @@ class Built:
 
 
 def default_set(arch: int, target: str) -> tuple[KernelKey, ...]:
-    """Every kernel of an arch that any valid problem can need on a target. Raises ArchUnavailable otherwise."""
+    """Every kernel of an arch that some problem needs on a target. Raises ArchUnavailable for a pair not made."""
     if target not in ARCH_TARGETS.get(arch, ()):
         pairs = ", ".join(f"{a}: {'/'.join(targets)}" for a, targets in ARCH_TARGETS.items())
         raise errors.ArchUnavailable(f"arch {arch} for target {target} is not made, only {pairs}", field="arch")
@@ -42,16 +42,18 @@ def default_set(arch: int, target: str) -> tuple[KernelKey, ...]:
     def key(kernel: Kernel, dtype: str, head_dim: int, **facts: object) -> KernelKey:
         return KernelKey(kernel=kernel, arch=arch, target=target, dtype=dtype, head_dim=head_dim, **facts)  # type: ignore[arg-type]
 
+    widths = [(row.head_dim, row.head_dim_v) for row in rows_of(arch, target)]
     keys = []
-    for dtype, head_dim, softcap in product(INPUT_DTYPES, sorted({pair[0] for pair in PADDED_WIDTHS}), (False, True)):
-        keys.append(key(Kernel.STATISTICS, dtype, head_dim, softcap=softcap))
-    for (head_dim, head_dim_v), dtype in product(PADDED_WIDTHS, INPUT_DTYPES):
+    if arch == STATISTICS_ARCH:
+        for dtype, head_dim, softcap in product(INPUT_DTYPES, sorted({pair[0] for pair in widths}), (False, True)):
+            keys.append(key(Kernel.STATISTICS, dtype, head_dim, softcap=softcap))
+    for (head_dim, head_dim_v), dtype in product(widths, INPUT_DTYPES):
         keys.append(key(Kernel.PREPROCESS, dtype, head_dim, head_dim_v=head_dim_v))
         for softcap, grad_dtype in product((False, True), (dtype, "fp32")):
             keys.append(
                 key(Kernel.MAIN_LOOP, dtype, head_dim, head_dim_v=head_dim_v, softcap=softcap, grad_dtype=grad_dtype)
             )
-    for (head_dim, head_dim_v), dtype in product(PADDED_WIDTHS, (*INPUT_DTYPES, "fp32")):
+    for (head_dim, head_dim_v), dtype in product(widths, (*INPUT_DTYPES, "fp32")):
         keys.append(key(Kernel.POSTPROCESS, dtype, head_dim, head_dim_v=head_dim_v))
     return tuple(keys)
 

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from dqkv import errors
-from dqkv.problem import Problem
+from dqkv.problem import Arch, Problem
 from dqkv.tensor import DType
 from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.key import Kernel, KernelKey
-from dqkv_kernels.tiles import TARGETS, Tile, padded_widths, tile_for
+from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, TARGETS, Tile, tile_holding
 
-ARCH = 80
+ARCHS = {Arch.SM80: 80, Arch.SM90: 90}
 LOG2_E = 1.4426950408889634
 STATISTICS_TILE_M = 64
 GRID_LIMIT = 2**31 - 1
@@ -62,26 +62,40 @@ class Plan:
     target: str
 
     @cached_property
-    def widths(self) -> tuple[int, int]:
-        """The padded head_dim and head_dim_v."""
-        return padded_widths(self.problem.shape.head_dim, self.problem.shape.head_dim_v)
+    def arch(self) -> int:
+        """The arch asked for, or the newest that the target and the head dims have. Raises ArchUnavailable."""
+        shape, asked = self.problem.shape, self.problem.options.arch
+        wanted = sorted(ARCH_TARGETS, reverse=True) if asked is Arch.AUTO else [ARCHS.get(asked, 0)]
+        for arch in wanted:
+            if self.target in ARCH_TARGETS.get(arch, ()) and tile_holding(
+                arch, self.target, shape.head_dim, shape.head_dim_v
+            ):
+                return arch
+        raise errors.ArchUnavailable(
+            f"arch {asked} has no kernel on {self.target} for head_dim {shape.head_dim} and {shape.head_dim_v}",
+            field="arch",
+        )
 
     @cached_property
     def tile(self) -> Tile:
         """The tile row that every kernel of the chain takes its sizes from."""
-        return tile_for(self.target, *self.widths)
+        shape = self.problem.shape
+        tile = tile_holding(self.arch, self.target, shape.head_dim, shape.head_dim_v)
+        if tile is None:
+            raise errors.HeadDimUnsupported(f"head_dim {shape.head_dim} has no tile in arch {self.arch}", field="q")
+        return tile
 
     @cached_property
     def keys(self) -> dict[Kernel, KernelKey]:
         """The kernels that will run, in order."""
         dtype, grad_dtype = self.problem.dtype, self.problem.options.grad_dtype or self.problem.dtype
         softcap = self.problem.options.softcap > 0
-        head_dim, head_dim_v = self.widths
+        head_dim, head_dim_v = self.tile.head_dim, self.tile.head_dim_v
 
         def key(kernel: Kernel, dtype: DType, **facts: object) -> KernelKey:
             return KernelKey(
                 kernel=kernel,
-                arch=ARCH,
+                arch=STATISTICS_ARCH if kernel is Kernel.STATISTICS else self.arch,
                 target=self.target,
                 dtype=dtype.value,
                 head_dim=head_dim,

@@ -18,11 +18,20 @@ from cutlass.cute.runtime import find_runtime_libraries, make_fake_stream, make_
 from dqkv_kernels.artifacts import ENTRY, MANIFEST_SUFFIX, SOURCE_DISTRIBUTION, source_digest
 from dqkv_kernels.device.postprocess import Postprocess
 from dqkv_kernels.device.preprocess import Preprocess
-from dqkv_kernels.device.sm80.main_loop import MainLoop
+from dqkv_kernels.device.sm80.main_loop import MainLoop80
+from dqkv_kernels.device.sm90.main_loop import MainLoop90
+from dqkv_kernels.device.sm90.wide import WideMainLoop90
 from dqkv_kernels.device.statistics import Statistics
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.tiles import tile_for
 
+MAIN_LOOPS: dict[str, Any] = {"sm80": MainLoop80, "sm90": MainLoop90, "sm90_wide": WideMainLoop90}
+# device code has no types
+SIDE_KERNELS: dict[Kernel, Any] = {
+    Kernel.STATISTICS: Statistics,
+    Kernel.PREPROCESS: Preprocess,
+    Kernel.POSTPROCESS: Postprocess,
+}
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": Float32}
 
 
@@ -74,25 +83,36 @@ def _program(key: KernelKey) -> tuple[Any, tuple[Any, ...]]:
     s, dtype, i, f = _Signature(), DTYPES[key.dtype], Int32(1), Float32(1.0)
     if key.kernel is Kernel.STATISTICS:
         tensors = (s.queries(dtype, "width"), s.keys(dtype, "width"), s.heads(), s.statistic(), s.sequences())
-        return Statistics(key.head_dim, dtype, bool(key.softcap)), (*tensors, i, f, f, i, i, i, i)
+        return SIDE_KERNELS[key.kernel](key.head_dim, dtype, bool(key.softcap)), (*tensors, i, f, f, i, i, i, i)
     if key.head_dim_v is None:
         raise ValueError(f"{key.name}: head_dim_v is missing")
-    tile = tile_for(key.target, key.head_dim, key.head_dim_v)
+    tile = tile_for(key.arch, key.target, key.head_dim, key.head_dim_v)
     if key.kernel is Kernel.PREPROCESS:
         rows = [s.queries(dtype, "width_v") for _ in range(2)]
         given = [s.statistic() for _ in range(3)]
         padded = [s.padded(Float32, size) for size in ("padded", "padded", "accumulator")]
         tiles = [s.padded(Int32, "tiles"), s.padded(Float32, "tiles")]
-        return Preprocess(tile, dtype), (*rows, *given, s.heads(), *padded, *tiles, s.sequences(), i, i, i, i)
+        return SIDE_KERNELS[key.kernel](tile, dtype), (
+            *rows,
+            *given,
+            s.heads(),
+            *padded,
+            *tiles,
+            s.sequences(),
+            i,
+            i,
+            i,
+            i,
+        )
     if key.kernel is Kernel.POSTPROCESS:
-        tensors = (s.padded(Float32, "accumulator"), s.queries(dtype, "width"), s.sequences())
-        return Postprocess(tile, dtype), (*tensors, i, Int64(1), f)
+        outputs = (s.padded(Float32, "accumulator"), s.queries(dtype, "width"), s.sequences())
+        return SIDE_KERNELS[key.kernel](tile, dtype), (*outputs, i, Int64(1), f)
     grad = DTYPES[key.grad_dtype or ""]
     inputs = (s.queries(dtype, "width"), s.keys(dtype, "width"), s.keys(dtype, "width_v"), s.queries(dtype, "width_v"))
     padded = [s.padded(Float32, size) for size in ("padded", "padded", "accumulator")]
     answers = (s.padded(Int32, "tiles"), s.keys(grad, "width"), s.keys(grad, "width_v"))
     tensors = (*inputs, *padded, *answers, s.sequences())
-    return MainLoop(tile, dtype, grad, bool(key.softcap)), (*tensors, i, f, f, f, i, i, i, i)
+    return MAIN_LOOPS[tile.main_loop](tile, dtype, grad, bool(key.softcap)), (*tensors, i, f, f, f, i, i, i, i)
 
 
 def compile_key(key: KernelKey, directory: Path) -> Path:

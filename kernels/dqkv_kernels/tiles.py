@@ -13,42 +13,56 @@ TARGETS = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (
 VECTOR_RED_TARGETS = frozenset({"sm_90a", "sm_120"})
 """Targets with red.global.add.v4.f32."""
 
-ARCH_TARGETS = {80: ("sm_80", "sm_86", "sm_90a", "sm_120")}
+ARCH_TARGETS = {80: ("sm_80", "sm_86", "sm_90a", "sm_120"), 90: ("sm_90a",)}
 """The targets each family of kernels can be compiled for."""
+
+
+STATISTICS_ARCH = 80
+"""The arch whose statistics kernel every chain uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """The sizes that all kernels of a chain share.
 
-    head_dim, head_dim_v: padded widths. tile_m queries and tile_n keys a step; num_stages copies of Q and dO in shared
-    memory; warps_m_s, warps_n_kv, warps_m_q: warps along the rows of S and dP, of dK and dV, and of dQ. red_width:
-    floats that one atomic instruction adds.
+    head_dim, head_dim_v: padded widths. tile_m queries and tile_n keys a step; stages_q and stages_dout copies of Q and
+    dO in shared memory. warps_m_s, warps_n_kv, warps_m_q: warps along the rows of S and dP, of dK and dV, and of dQ (of
+    a warpgroup's part of it, where it has one). red_width: floats that one atomic instruction adds. dq_split: whether
+    each warpgroup holds some "rows" or "columns" of a tile of dQ, or its warps share it ("none"). main_loop: the
+    program, as device/ names them.
     """
 
     head_dim: int
     head_dim_v: int
     tile_m: int
     tile_n: int
-    num_stages: int
+    stages_q: int
+    stages_dout: int
     warps_m_s: int
     warps_n_kv: int
     warps_m_q: int
     num_threads: int = 256
     red_width: int = 1
+    dq_split: str = "none"
+    main_loop: str = "sm80"
+
+    @property
+    def dq_parts(self) -> int:
+        """Into how many parts, a warpgroup each, a tile of dQ is split by rows or columns."""
+        return 1 if self.dq_split == "none" else self.num_threads // 128
 
     @property
     def shared_memory_bytes(self) -> int:
-        """What the main loop keeps in shared memory: K, V, stages of Q, dO and two fp32 statistics, P and dS."""
-        width = self.head_dim + self.head_dim_v
-        queries = self.num_stages * self.tile_m * (2 * width + 8)
-        return 2 * self.tile_n * width + queries + 4 * self.tile_m * self.tile_n
+        """What the main loop keeps in shared memory: K, V, stages of Q, dO and their statistics, and P and dS or two dS."""
+        keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
+        queries = self.stages_q * (2 * self.head_dim + 4) + self.stages_dout * (2 * self.head_dim_v + 4)
+        return keys + self.tile_m * queries + 4 * self.tile_m * self.tile_n + 1024
 
 
 def _row(
     widths: tuple[int, int],
     steps: tuple[int, int],
-    num_stages: int,
+    stages: int,
     warps: tuple[int, int, int],
     num_threads: int = 256,
 ) -> Tile:
@@ -57,12 +71,19 @@ def _row(
         head_dim_v=widths[1],
         tile_m=steps[0],
         tile_n=steps[1],
-        num_stages=num_stages,
+        stages_q=stages,
+        stages_dout=stages,
         warps_m_s=warps[0],
         warps_n_kv=warps[1],
         warps_m_q=warps[2],
         num_threads=num_threads,
     )
+
+
+def _wgmma_row(widths: tuple[int, int], steps: tuple[int, int], stages: tuple[int, int], main_loop: str) -> Tile:
+    """Two warpgroups, each with half of the columns of dQ. stages: of Q and of dO."""
+    row = _row(widths, steps, stages[0], (4, 4, 4))
+    return replace(row, stages_dout=stages[1], dq_split="columns", main_loop=main_loop)
 
 
 # A warp's part of each product is near square: the operands are then read from shared memory the fewest times.
@@ -82,7 +103,7 @@ _LARGE = (
 )
 
 # 227 KB hold the second stage everywhere.
-_HOPPER = tuple(replace(row, num_stages=2) for row in _LARGE)
+_HOPPER = tuple(replace(row, stages_q=2, stages_dout=2) for row in _LARGE)
 
 _SMALL = (
     _row((64, 64), (64, 64), 2, (4, 4, 4)),
@@ -95,22 +116,40 @@ _SMALL = (
     _row((256, 256), (32, 32), 1, (2, 2, 2), 128),
 )
 
-_ROWS = {"sm_80": _LARGE, "sm_86": _SMALL, "sm_90a": _HOPPER, "sm_120": _SMALL}
+# The main loop overlaps two steps, so Q of three steps is alive at once, and dO of two. 96 takes the row of 128, since
+# half of 96 columns is no whole number of swizzled blocks; 192 that of 256, since dK^T of 192 rows is no whole number of
+# 64-row products for two warpgroups.
+_WGMMA = (
+    # 128 queries a step would spill: S and dP take 64 registers each
+    _wgmma_row((64, 64), (64, 128), (3, 2), "sm90"),
+    _wgmma_row((128, 128), (64, 128), (3, 2), "sm90"),
+    # dK^T and dV^T of 64 keys take 128 registers a thread, of 128 keys they do not fit
+    _wgmma_row((256, 128), (64, 64), (2, 2), "sm90_wide"),
+    _wgmma_row((256, 256), (64, 64), (2, 2), "sm90_wide"),
+)
 
-PADDED_WIDTHS = tuple((row.head_dim, row.head_dim_v) for row in _LARGE)
-"""The padded pairs (head_dim, head_dim_v), cheapest first; other head dims run in the first pair that holds them."""
+_ROWS = {
+    (80, "sm_80"): _LARGE,
+    (80, "sm_86"): _SMALL,
+    (80, "sm_90a"): _HOPPER,
+    (80, "sm_120"): _SMALL,
+    (90, "sm_90a"): _WGMMA,
+}
 
 
-def padded_widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The padded pair that a problem's head dims run in. Raises ValueError above 256."""
-    for pair in PADDED_WIDTHS:
-        if head_dim <= pair[0] and head_dim_v <= pair[1]:
-            return pair
-    raise ValueError(f"head_dim {head_dim} and head_dim_v {head_dim_v}: at most {PADDED_WIDTHS[-1]}")
-
-
-def tile_for(target: str, head_dim: int, head_dim_v: int) -> Tile:
-    """The tile row of a compiler target and a padded pair of widths. Raises KeyError for a pair or target not here."""
+def rows_of(arch: int, target: str) -> tuple[Tile, ...]:
+    """The tile rows of an arch compiled for a target, cheapest first. Raises KeyError for a pair that is not made."""
     red_width = 4 if target in VECTOR_RED_TARGETS else 1
-    rows = {(row.head_dim, row.head_dim_v): row for row in _ROWS[target]}
-    return replace(rows[head_dim, head_dim_v], red_width=red_width)
+    return tuple(replace(row, red_width=red_width) for row in _ROWS[arch, target])
+
+
+def tile_holding(arch: int, target: str, head_dim: int, head_dim_v: int) -> Tile | None:
+    """The first row that a problem's head dims fit in, or None when none is that wide."""
+    return next(
+        (row for row in rows_of(arch, target) if head_dim <= row.head_dim and head_dim_v <= row.head_dim_v), None
+    )
+
+
+def tile_for(arch: int, target: str, head_dim: int, head_dim_v: int) -> Tile:
+    """The row of exactly these padded widths. Raises KeyError for widths, an arch or a target not here."""
+    return {(row.head_dim, row.head_dim_v): row for row in rows_of(arch, target)}[head_dim, head_dim_v]

@@ -71,8 +71,9 @@ def sink_tiles(mask):
     return (mask.sink_tokens + (mask.tile_n - 1)) // mask.tile_n
 
 
-def tiles_before(mask, m, n):
-    """How many tiles of keys before n see tile m of the queries, given that n sees it: n's turn in a fixed order."""
-    sinks = sink_tiles(mask)
-    window = n - cutlass.max(first_n(mask, m), sinks)
-    return cutlass.min(n, sinks) + cutlass.max(window, Int32(0))
+def tiles_after(mask, m, n):
+    """How many tiles of keys after n see tile m of the queries, given that n sees it: n's turn, last tile first."""
+    first, end, sinks = first_n(mask, m), end_n(mask, m), sink_tiles(mask)
+    window = end - cutlass.max(first, n + 1)
+    beyond = cutlass.min(cutlass.min(sinks, first), end) - (n + 1)
+    return cutlass.max(window, Int32(0)) + cutlass.max(beyond, Int32(0))

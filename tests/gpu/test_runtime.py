@@ -1,0 +1,110 @@
+"""What holds over several calls: determinism, streams at once, changing lengths, memory of the caller's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gpu_rig import Gpu
+from oracle.budget import bitwise_complaints, judge
+from oracle.case import AS_IS
+from oracle.cases import ANSWERED_CASES, BY_NAME
+from oracle.exact import solved
+from oracle.problems import as_given, to_problem
+
+from dqkv import errors
+from dqkv.problem import INPUT_ROLES
+from dqkv_kernels.artifacts import ArtifactMissing, Artifacts
+from dqkv_kernels.chain import TORCH_DTYPES, Workspace, backward
+
+pytestmark = pytest.mark.gpu
+
+ARCHS = ("sm80", "sm90")
+DETERMINISTIC = [case for case in ANSWERED_CASES if "BITWISE" in case.checks]
+RUNS = 1000
+
+
+def request_of(gpu, name, arch="auto"):
+    inputs = gpu.inputs(BY_NAME[name], AS_IS, arch)
+    tensors = {role: getattr(inputs, role) for role in INPUT_ROLES if getattr(inputs, role) is not None}
+    return to_problem(inputs, as_given), tensors
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", DETERMINISTIC, ids=lambda case: case.name)
+def test_a_deterministic_answer_is_the_same_to_the_bit_over_a_thousand_runs(gpu: Gpu, case, arch):
+    inputs = gpu.inputs(case, AS_IS, arch)
+    first = gpu.run(inputs)
+    for _ in range(RUNS // 50):
+        answers = [first, *(gpu.run(inputs) for _ in range(50))]
+        assert bitwise_complaints(case, answers) == []
+    gpu.record.facts["deterministic_runs"] = RUNS
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_two_streams_at_once_do_not_disturb_each_other(gpu: Gpu, arch):
+    names = ("det_mha_s512", "det_local_window")
+    requests = [request_of(gpu, name, arch) for name in names]
+    alone = [gpu.answer(*request, gpu.workspace) for request in requests]
+    torch.cuda.synchronize()
+    streams, workspaces = [torch.cuda.Stream() for _ in names], [Workspace(gpu.device) for _ in names]
+    together: list[list] = [[], []]
+    for _ in range(50):
+        for i, request in enumerate(requests):
+            with torch.cuda.stream(streams[i]):
+                together[i].append(gpu.answer(*request, workspaces[i]))
+    torch.cuda.synchronize()
+    for name, first, others in zip(names, alone, together, strict=True):
+        assert bitwise_complaints(BY_NAME[name], [first, *others]) == []
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lengths_may_change_with_every_call(gpu: Gpu, arch):
+    base = BY_NAME["noncausal_square_128"]
+    for seqlen in (5, 300, 17, 129, 64, 1, 257):
+        case = dataclasses.replace(base, name=f"lengths_{seqlen}", seqlen_q=seqlen, seqlen_k=seqlen, causal=True)
+        answer = gpu.run(gpu.inputs(case, AS_IS, arch))
+        assert judge(case, solved(case), answer) == []
+
+
+@pytest.mark.parametrize("name", ["hd128_dv96", "varlen_tile_straddle", "seqused_both_dense"])
+def test_answers_go_into_memory_of_any_strides_and_nothing_else_is_written(gpu: Gpu, name):
+    problem, tensors = request_of(gpu, name)
+    whole = {}
+    for role, spec in problem.gradients.items():
+        wide = torch.full(
+            (*spec.shape[:-1], spec.shape[-1] + 9), 7.0, dtype=TORCH_DTYPES[spec.dtype], device=gpu.device
+        )
+        whole[role] = wide
+    given = {role: wide[..., 1 : 1 + problem.gradients[role].shape[-1]] for role, wide in whole.items()}
+    answers = backward(problem, tensors, gpu.artifacts, gpu.workspace, given)
+    dense = gpu.answer(problem, tensors, gpu.workspace)
+    for role, wide in whole.items():
+        assert answers[role].data_ptr() == given[role].data_ptr()
+        if role != "dq":  # sums of dq are atomic: their order, and so their rounding, may differ
+            assert torch.equal(given[role], getattr(dense, role))
+        assert (wide[..., :1] == 7.0).all()
+        assert (wide[..., 1 + given[role].shape[-1] :] == 7.0).all()
+
+
+def test_a_workspace_is_not_allocated_again_for_the_same_problem(gpu: Gpu):
+    request = request_of(gpu, "hd128_dv96")
+    workspace = Workspace(gpu.device)
+    gpu.answer(*request, workspace)
+    before = {name: buffer.data_ptr() for name, buffer in workspace.buffers.items()}
+    gpu.answer(*request, workspace)
+    assert {name: buffer.data_ptr() for name, buffer in workspace.buffers.items()} == before
+
+
+def test_a_kernel_that_was_not_built_is_refused_before_any_launch(gpu: Gpu, tmp_path):
+    problem, tensors = request_of(gpu, "hd128_dv96")
+    with pytest.raises(ArtifactMissing, match="dqkv kernels build"):
+        backward(problem, tensors, Artifacts(tmp_path), gpu.workspace)
+
+
+@pytest.mark.parametrize("arch", ["sm100", "cpu"])
+def test_an_arch_that_this_device_does_not_run_is_refused(gpu: Gpu, arch):
+    problem, tensors = request_of(gpu, "hd128_dv96", arch)
+    with pytest.raises(errors.ArchUnavailable, match=arch):
+        backward(problem, tensors, gpu.artifacts, gpu.workspace)
