@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help demo serve test test-interpreters check fix proto check-proto kernels bench
+.PHONY: help demo serve test test-large test-interpreters check fix proto check-proto kernels bench
 
 help:
-	@echo "make demo | serve | test | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
+	@echo "make demo | serve | test | test-large | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
 
 demo: $(INSTALLED)
 	$(BIN)/dqkv demo
@@ -18,6 +18,9 @@ serve: $(INSTALLED)
 
 test: test-interpreters
 	$(BIN)/pytest tests
+
+test-large: $(INSTALLED)
+	$(BIN)/pytest tests/service/test_large.py -m big
 
 test-interpreters: $(INSTALLED)
 	$(BIN)/python tests/interpreters.py 3.12 3.13

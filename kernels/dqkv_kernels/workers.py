@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -60,6 +60,10 @@ class Crew:
             for thread in threads:
                 thread.start()
             ready.wait()
+        except BaseException:
+            # Threads that did start would wait for those that cannot.
+            ready.abort()
+            raise
         finally:
             # A thread's own setting is also the default of threads that start later: put it back at once.
             torch.set_num_threads(torch_threads)
@@ -68,12 +72,12 @@ class Crew:
         if self._error is not None:
             raise self._error
 
-    def _work(self, queue: object, ready: threading.Barrier) -> None:
+    def _work(self, queue: Iterator[Job], ready: threading.Barrier) -> None:
         # Asking first makes torch take its default now; taken later, it would undo the setting of this thread.
         torch.get_num_threads()
         torch.set_num_threads(1)
-        ready.wait()
         try:
+            ready.wait()
             with torch.no_grad():
                 while (job := self._next(queue)) is not None:
                     self.check()
@@ -83,6 +87,6 @@ class Crew:
                 self._error = self._error or error
                 self._condition.notify_all()
 
-    def _next(self, queue: object) -> Job | None:
+    def _next(self, queue: Iterator[Job]) -> Job | None:
         with self._condition:
-            return next(queue, None)  # type: ignore[call-overload, no-any-return]
+            return next(queue, None)

@@ -22,6 +22,8 @@ from dqkv.v1 import gradient_pb2 as pb
 
 HANDLE_NBYTES = 16
 DIMENSIONS_LIMIT = 4
+SEQUENCES_LIMIT = 1 << 20
+"""Of one request: whoever reads more integers than these one by one does nothing else for a while."""
 
 _DTYPES = {pb.DATA_TYPE_BF16: DType.BF16, pb.DATA_TYPE_FP16: DType.FP16, pb.DATA_TYPE_FP32: DType.FP32}
 _DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
@@ -92,8 +94,8 @@ def decode_problem(message: pb.Problem, *, need_bytes: bool = True) -> Problem[L
             raise errors.MessageInvalid(f"{role} is missing", field=role)
     return Problem(
         **tensors,
-        queries=_decode_lengths(message.queries),
-        keys=_decode_lengths(message.keys),
+        queries=_decode_lengths("q", message.queries),
+        keys=_decode_lengths("k", message.keys),
         options=_decode_options(message.options),
     )
 
@@ -155,9 +157,11 @@ def _decode_tensor(role: str, message: pb.Tensor, need_bytes: bool) -> Tensor[Lo
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise errors.MessageInvalid(f"{role} has dtype {message.dtype}, which this server does not know", field=role)
+    if len(message.shape) > DIMENSIONS_LIMIT:
+        raise errors.ShapeMismatch(
+            f"{role} has {len(message.shape)} dimensions, the limit is {DIMENSIONS_LIMIT}", field=role
+        )
     shape = tuple(message.shape)
-    if len(shape) > DIMENSIONS_LIMIT:
-        raise errors.ShapeMismatch(f"{role} has {len(shape)} dimensions, the limit is {DIMENSIONS_LIMIT}", field=role)
     source = message.WhichOneof("source")
     if source == "region":
         return _decode_slice(role, dtype, shape, message.region)
@@ -189,8 +193,13 @@ def _decode_slice(role: str, dtype: DType, shape: tuple[int, ...], message: pb.R
             f"{role} has byte_offset {message.byte_offset}, must be a multiple of {dtype.itemsize} and not negative",
             field=role,
         )
+    if len(message.strides) not in (0, len(shape)):
+        raise errors.ShapeMismatch(
+            f"{role} has {len(message.strides)} strides in its region for {len(shape)} dimensions, must be as many",
+            field=role,
+        )
     strides = tuple(message.strides) or dense_strides(shape)
-    if shape and len(strides) == len(shape) and shape[-1] > 1 and strides[-1] != 1:
+    if shape and shape[-1] > 1 and strides[-1] != 1:
         raise errors.ShapeMismatch(f"{role} has strides {strides} in its region, the last must be 1", field=role)
     return Tensor(dtype=dtype, shape=shape, strides=strides, data=InRegion(bytes(message.handle), message.byte_offset))
 
@@ -200,7 +209,13 @@ def _encode_lengths(lengths: Lengths) -> pb.Lengths:
     return pb.Lengths(cu_seqlens=lengths.cu_seqlens, seqused=lengths.seqused, max_seqlen=lengths.max_seqlen)
 
 
-def _decode_lengths(message: pb.Lengths) -> Lengths:
+def _decode_lengths(side: str, message: pb.Lengths) -> Lengths:
+    for name, count, limit, kind in (
+        ("cu_seqlens", len(message.cu_seqlens), SEQUENCES_LIMIT + 1, errors.OffsetsInvalid),
+        ("seqused", len(message.seqused), SEQUENCES_LIMIT, errors.SequsedInvalid),
+    ):
+        if count > limit:
+            raise kind(f"{name}_{side} has {count} entries, the limit is {limit}", field=f"{name}_{side}")
     return Lengths(
         cu_seqlens=tuple(message.cu_seqlens) or None,
         seqused=tuple(message.seqused) or None,
@@ -309,7 +324,6 @@ def decode_error(status: status_pb2.Status | None, code: grpc.StatusCode, messag
 
 _TRANSPORT_ERRORS: dict[grpc.StatusCode, type[errors.DqkvError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.WontFinish,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.TooLarge,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: errors.RightMissing,

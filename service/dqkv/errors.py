@@ -255,6 +255,13 @@ class QuotaRegions(DqkvError):
     reason = "QUOTA_REGIONS"
 
 
+class QuotaStreams(DqkvError):
+    """This caller has as many streams open as one may."""
+
+    status = RESOURCE_EXHAUSTED
+    reason = "QUOTA_STREAMS"
+
+
 class DeviceOutOfMemory(DqkvError):
     """The device ran out of memory while it worked on this request."""
 

@@ -46,7 +46,7 @@ class Metrics:
 
     def __init__(self, *, version: str, torch: str, grpcio: str) -> None:
         # When each series began is a series more for each; nobody here asks for it.
-        prometheus_client.disable_created_metrics()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "dqkv_requests",

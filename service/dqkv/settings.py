@@ -49,13 +49,20 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address of the gRPC and HTTP ports; other than loopback needs TLS")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
     stream_port: int = Field(50052, ge=0, le=65535, description="port of BackwardStream; 0 takes any free one")
-    http_port: int = Field(8080, ge=0, le=65535, description="port of health, metrics and info; 0 takes any free one")
+    http_port: int = Field(
+        8080, ge=0, le=65535, description="port of health, metrics and info, without TLS; 0 takes any free one"
+    )
     unix_socket: Path | None = Field(
         None, description="path of a unix socket that also takes gRPC calls (its owner's alone); none by default"
     )
     region_socket: str = Field(
         "auto",
         description="path of the unix socket that takes memfds; auto makes a private folder for it; or none",
+    )
+    region_socket_mode: str = Field(
+        "600",
+        pattern="^[0-7]{3}$",
+        description="who may use region_socket: 600 its owner, 666 every user of this machine",
     )
     insecure_bind: bool = Field(False, description="allows an address other than loopback without TLS")
 
@@ -87,7 +94,14 @@ class Settings(BaseSettings):
     lease_default_s: float = Field(60.0, gt=0, description="seconds of a region's lease when the caller names none")
     lease_limit_s: float = Field(3600.0, gt=0, description="longest lease of a region in seconds")
     stream_idle_s: float = Field(10.0, gt=0, description="seconds without a frame after which a stream is ended")
-    stream_threads: int = Field(32, ge=1, le=1024, description="streams that move bytes at once; others wait")
+    stream_threads: int = Field(64, ge=1, le=1024, description="streams open at once; others wait for their turn")
+    streams_per_caller: int = Field(32, ge=1, le=1024, description="streams that one caller may have open at once")
+    unary_messages: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="unary requests that are read at once, each of message_bytes at most; others wait",
+    )
     drain_s: float = Field(30.0, ge=0, description="seconds that accepted work has to finish after SIGTERM")
 
     # ---- logs

@@ -1,19 +1,16 @@
-"""Shared memory as a client makes it, in every right and wrong way, and small file systems."""
+"""Shared memory as a client makes it, in every right and wrong way."""
 
 from __future__ import annotations
 
 import _posixshmem
-import ctypes
 import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 SHM = Path("/dev/shm")
@@ -59,16 +56,3 @@ def memfd(nbytes: int, seals: int = ALL_SEALS) -> int:
     if seals:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
-
-
-@contextmanager
-def small_tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system in memory with room for nbytes; the test is skipped, in words, where none can be mounted."""
-    folder.mkdir(exist_ok=True)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
-        pytest.skip(f"no tmpfs can be mounted here: {os.strerror(ctypes.get_errno())}")
-    try:
-        yield folder
-    finally:
-        libc.umount2(str(folder).encode(), 2)

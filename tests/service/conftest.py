@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from rig.server import Running, open_channel, running
+
+if TYPE_CHECKING:
+    from rig.ways import Ways
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +29,18 @@ def channel(server: Running) -> Iterator[grpc.Channel]:
 def bulk(server: Running) -> Iterator[grpc.Channel]:
     with open_channel(server.stream_target) as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def ways(server: Running) -> Iterator[Ways]:
+    """Clients of the session's server, one for each way that a request's tensors can travel."""
+    # torch and the oracle come in only where cases are asked for.
+    import torch
+    from rig.ways import Ways
+
+    # Small matrices gain nothing from threads that wait for each other, and the server needs the cores.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with Ways(server.target) as one:
+        yield one
+    torch.set_num_threads(before)

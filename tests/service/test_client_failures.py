@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rig.answers import arguments, assert_right, drawn_problem
 from rig.pki import Authority
-from rig.server import Running, running
+from rig.server import Running, eventually, running
 
 import dqkv
 from dqkv import errors
@@ -18,6 +20,7 @@ from dqkv.courier import Courier, Door, Transport
 from dqkv.trials import Drawn
 
 SHM = Path("/dev/shm")
+PORTS = {"port": "grpc", "stream_port": "stream", "http_port": "http"}
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +64,57 @@ def test_an_interrupted_stream_leaves_the_client_usable(server: Running, drawn: 
 
 def test_a_server_that_comes_back_is_found_again(drawn: Drawn) -> None:
     with running(port="0") as first:
-        ports = {
-            name: str(first.address[f"{key}_port"])
-            for name, key in (("port", "grpc"), ("stream_port", "stream"), ("http_port", "http"))
-        }
+        ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
         client = dqkv.Client(first.target, timeout_s=60, retry=dqkv.Retry(attempts=60, first_s=0.2, limit_s=0.5))
         assert_right(drawn, client.backward(**arguments(drawn)))
         first.stop()
     with running(**ports):
         assert_right(drawn, client.backward(**arguments(drawn)))
     client.close()
+
+
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+def test_a_server_killed_in_the_middle_is_noticed_at_once_and_the_request_goes_to_the_next(
+    inline_nbytes: int | None, drawn: Drawn
+) -> None:
+    # 48 MiB up and 24 MiB down: the largest that still fits one message, and seconds of work on a CPU.
+    rows = np.zeros((1, 3072, 16, 96), np.float16)
+    long = {"q": rows, "k": rows, "v": rows, "dout": rows, "out": rows}
+    retry = dqkv.Retry(attempts=200, first_s=0.1, limit_s=0.2)
+    with running() as first, ThreadPoolExecutor(2) as pool:
+        ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
+        settings = {"timeout_s": 100, "inline_nbytes": inline_nbytes or 1 << 27}
+        patient, hasty = (dqkv.Client(first.target, retry=kind, **settings) for kind in (retry, dqkv.Retry(attempts=1)))
+        with patient, hasty:
+            answers = [pool.submit(one.backward, **long) for one in (patient, hasty)]
+            eventually(lambda: first.metric("dqkv_inflight_requests") >= 1)
+            first.stop(signal.SIGKILL)
+            with pytest.raises(errors.TransportError):
+                answers[1].result(10)
+            with running(**ports):
+                assert answers[0].result(60).dq.shape == rows.shape
+                assert_right(drawn, patient.backward(**arguments(drawn)))
+
+
+def test_a_region_that_the_server_lost_is_said_to_be_unknown(drawn: Drawn) -> None:
+    with running() as first:
+        ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
+        client = dqkv.Client(first.target, timeout_s=60)
+        region = client.region(1 << 20)
+        q = region.tensor((2, 40, 4, 64), "bf16")
+        first.stop()
+    with running(**ports), client:
+        eventually(lambda: health(client) is dqkv.Health.SERVING)
+        with pytest.raises(errors.RegionUnknown):
+            client.backward(**{**arguments(drawn), "q": q})
+        region.close()
+
+
+def health(client: dqkv.Client) -> dqkv.Health | None:
+    try:
+        return client.health()
+    except errors.TransportError:
+        return None
 
 
 def test_by_unix_socket(tmp_path: Path, drawn: Drawn) -> None:

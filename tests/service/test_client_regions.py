@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rig.answers import arguments, assert_right, drawn_problem, run
+from rig.proxy import ADDRESS, Direction, TamperingProxy
 from rig.server import Running, eventually
 
 import dqkv
@@ -115,6 +117,29 @@ def test_a_region_lives_on_between_uses_and_ends_when_closed(server: Running) ->
         assert server.metric("dqkv_regions") == before - 1
 
 
+def test_a_region_survives_a_connection_that_breaks(server: Running, drawn: Drawn) -> None:
+    given = arguments(drawn)
+    port = server.address["grpc_port"]
+
+    def wire() -> TamperingProxy:
+        return TamperingProxy([port], mark=b"never sent, never changed", direction=Direction.UP)
+
+    retry = dqkv.Retry(attempts=50, first_s=0.05, limit_s=0.2)
+    with dqkv.Client(f"{ADDRESS}:{port}", timeout_s=60, retry=retry) as one:
+        with wire():
+            region = one.region(1 << 20)
+            q = region.tensor(given["q"].shape, "bf16")
+            q[...] = given["q"]
+            assert_right(drawn, one.backward(**{**given, "q": q}))
+        with ThreadPoolExecutor(1) as pool:
+            # It is asked while nothing can be reached, so that the client itself sees the break.
+            asked = pool.submit(one.backward, **{**given, "q": q})
+            time.sleep(0.3)
+            with wire():
+                assert_right(drawn, asked.result(30))
+                region.close()
+
+
 def test_a_client_that_is_killed_leaves_no_name_and_no_region(server: Running, client: dqkv.Client) -> None:
     before = server.metric("dqkv_regions")
     program = """
@@ -161,7 +186,7 @@ def test_two_clients_of_one_process_are_two_callers(server: Running) -> None:
     with dqkv.Client(server.target) as one, dqkv.Client(server.target) as other:
         q = one.region(4096, kind="posix").tensor((1, 8, 2, 16), "fp16")
         # The other client is told what the first one's region is, and refers to it.
-        other._client._regions._open.extend(one._client._regions._open)
+        other._client._regions._open = one._client._regions._open
         with pytest.raises(errors.RegionUnknown):
             other.backward(q, q, q, q, out=q)
-        other._client._regions._open.clear()
+        other._client._regions._open = ()

@@ -207,7 +207,13 @@ def test_calls_come_over_the_unix_socket_too(tmp_path: Path) -> None:
         one = sample()
         answer = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
         assert_right(one, inline_gradients(one, answer))
-        server.wait_for("request", rpc="Backward")
+        caller = server.wait_for("request", rpc="Backward")["caller"]
+        assert caller == f"uid:{os.getuid()}"
+        session = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10).session
+        with open_channel(server.stream_target) as bulk:
+            answer = stream(bulk, frames_of(one), metadata=(("dqkv-session", session),))
+            assert_right(one, streamed_gradients(one, answer))
+        assert server.wait_for("request", rpc="BackwardStream")["caller"] == caller
         assert server.stop() == 0
         assert not path.exists()
 

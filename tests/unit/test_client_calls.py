@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -315,6 +318,56 @@ def test_a_deadline_ends_the_call(inline_nbytes: int | None) -> None:
         with pytest.raises(errors.WontFinish):
             client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=0.0)
         release.set()
+
+
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+def test_closing_the_client_ends_the_calls_of_other_threads(inline_nbytes: int | None) -> None:
+    release, arrived = threading.Event(), threading.Event()
+
+    def stream(_: Iterator[Any]) -> Iterator[Any]:
+        arrived.set()
+        release.wait(20)
+        yield from ()
+
+    script = Script([slow(release)], arrived=arrived, stream=stream)
+    with serving(script) as address, ThreadPoolExecutor(1) as pool:
+        client = dqkv.Client(address, inline_nbytes=inline_nbytes, timeout_s=60)
+        asked = pool.submit(client.backward, Q, Q, Q, Q, delta=DELTA)
+        assert arrived.wait(10)
+        client.close()
+        with pytest.raises(errors.Cancelled):
+            asked.result(10)
+        release.set()
+
+
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+def test_an_interrupt_ends_a_blocking_call(inline_nbytes: int | None) -> None:
+    release, arrived = threading.Event(), threading.Event()
+
+    def stream(_: Iterator[Any]) -> Iterator[Any]:
+        arrived.set()
+        release.wait(20)
+        yield from ()
+
+    program = """
+import sys
+import numpy as np
+import dqkv
+q = np.ones((1, 8, 2, 16), np.float16)
+with dqkv.Client(sys.argv[1], inline_nbytes=None if sys.argv[2] == "None" else int(sys.argv[2])) as client:
+    client.backward(q, q, q, q, out=q)
+"""
+    with serving(Script([slow(release)], arrived=arrived, stream=stream)) as address:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, address, str(inline_nbytes)], stderr=subprocess.PIPE, text=True
+        )
+        assert arrived.wait(20)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=10)
+        release.set()
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in said
 
 
 def test_closing_twice_is_once_and_a_closed_client_says_so() -> None:

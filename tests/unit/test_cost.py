@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -142,14 +143,17 @@ def long_work(seqlen: int = 4096, **changes: object) -> Work:
 
 def fitted() -> CostModel:
     model = CostModel()
-    work = long_work()
-    model.fit(
-        [
-            Sample(arch=Arch.CPU, work=work, seconds=0.002 + work.flops / 5e10),
-            Sample(arch=Arch.CPU, work=Work.of(problem(8, 8)), seconds=0.002),
-        ]
-    )
+    fit(model, long_work(), 5e10)
     return model
+
+
+def fit(model: CostModel, work: Work, rate: float, *, sequence_s: float = 0.0) -> None:
+    empty = Work.of(problem(0, 0))
+    model.fit(
+        Sample(arch=Arch.CPU, work=empty, seconds=0.002),
+        Sample(arch=Arch.CPU, work=empty, seconds=0.002 + empty.sequences * sequence_s),
+        [Sample(arch=Arch.CPU, work=work, seconds=0.002 + work.flops / rate)],
+    )
 
 
 def test_a_fitted_model_predicts_what_it_was_fitted_to() -> None:
@@ -161,12 +165,7 @@ def test_a_fitted_model_predicts_what_it_was_fitted_to() -> None:
 def test_a_kind_never_measured_takes_the_rate_of_the_most_alike_one() -> None:
     model, wide = fitted(), long_work(head_dims=(256, 256), dtype=DType.FP32)
     assert model.predict(Arch.CPU, wide) == pytest.approx(0.002 + wide.flops / 5e10)
-    model.fit(
-        [
-            Sample(arch=Arch.CPU, work=Work.of(problem(8, 8)), seconds=0.002),
-            Sample(arch=Arch.CPU, work=long_work(dtype=DType.FP32), seconds=0.002 + long_work().flops / 1e10),
-        ]
-    )
+    fit(model, long_work(dtype=DType.FP32), 1e10)
     assert model.predict(Arch.CPU, wide) == pytest.approx(0.002 + wide.flops / 1e10)
 
 
@@ -188,6 +187,18 @@ def test_short_requests_correct_the_launch_and_not_the_rate() -> None:
     assert model.predict(Arch.CPU, work) == pytest.approx(0.010 + work.flops / 5e10, rel=0.02)
 
 
+def test_sequences_cost_even_where_they_are_empty() -> None:
+    model, empty = CostModel(), Work.of(problem(0, 0))
+    fit(model, long_work(), 5e10, sequence_s=1e-3)
+    many = replace(empty, sequences=100_000)
+    assert model.predict(Arch.CPU, many) == pytest.approx(100.002)
+    for _ in range(60):
+        model.observe(Sample(arch=Arch.CPU, work=many, seconds=10.0))
+    assert model.predict(Arch.CPU, many) == pytest.approx(10.0, rel=0.01)
+    one = replace(empty, sequences=1)
+    assert model.predict(Arch.CPU, one) == pytest.approx(0.002, rel=0.1)
+
+
 def test_one_hiccup_does_not_undo_what_was_learnt() -> None:
     model, work = fitted(), long_work()
     before = model.predict(Arch.CPU, work)
@@ -199,4 +210,3 @@ def test_one_hiccup_does_not_undo_what_was_learnt() -> None:
 
 def test_a_device_that_was_never_measured_still_predicts() -> None:
     assert CostModel().predict(Arch.CPU, long_work()) > 0
-    CostModel().fit([])

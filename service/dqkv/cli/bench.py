@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from rich import box
@@ -21,6 +22,10 @@ from dqkv.tensor import DType, Tensor
 ROUNDS_LIMIT = 200
 WARM_UP_ROUNDS = 1
 """The first request of a size touches fresh memory on both sides."""
+TENSORS = 5
+"""q, k, v, dout and out."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,11 @@ class Size:
     seqlen: int
     num_heads: int
     head_dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each of its tensors."""
+        return (self.batch_size, self.seqlen, self.num_heads, self.head_dim)
 
     def __str__(self) -> str:
         return f"{self.batch_size}x{self.seqlen}x{self.num_heads}x{self.head_dim}"
@@ -47,11 +57,13 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one size by one transport took: median seconds, and the parts of the last answer's report."""
+    """What one size by one transport took, in seconds, each the median over its rounds."""
 
     round_trip_s: float
+    queued_s: float
+    transfer_s: float
+    device_s: float
     moved_nbytes: int
-    report: Report
 
 
 def run(door: Door, *, dtype: DType, seconds: float) -> int:
@@ -63,7 +75,7 @@ def run(door: Door, *, dtype: DType, seconds: float) -> int:
             console.print(f"{door.address}: a call that moves no tensors takes {control_s * 1e3:.2f} ms")
             return _measure(console, courier, dtype, seconds)
     except errors.DqkvError as error:
-        console.print(f"{door.address}: {error.reason}: {error.message}", style="bold red")
+        console.print(f"{door.address}: {error.reason}: {error.message}", style="bold red", markup=False)
         return 1
 
 
@@ -74,11 +86,12 @@ def _measure(console: Console, courier: Courier, dtype: DType, seconds: float) -
     left_out = []
     answered = True
     for size in SIZES:
-        problem = _problem(size, dtype)
-        estimate = courier.client.estimate(problem)
+        bare = Tensor.dense(dtype, size.shape, None)
+        estimate = courier.client.estimate(_problem([bare] * TENSORS))
         if estimate.device_s > seconds:
             left_out.append(f"{size} was left out: one takes about {estimate.device_s:.0f} s on {estimate.device}")
             continue
+        problem = _problem(_drawn(size, dtype))
         for transport in Transport:
             try:
                 row = _time(courier, problem, transport, seconds)
@@ -94,34 +107,39 @@ def _measure(console: Console, courier: Courier, dtype: DType, seconds: float) -
 def _time(courier: Courier, problem: Problem[HostArray], transport: Transport, seconds: float) -> Row:
     with courier.load(problem, transport) as load:
         for _ in range(WARM_UP_ROUNDS):
-            answer = load.send()
+            load.send()
         times: list[float] = []
+        reports: list[Report] = []
         end = time.perf_counter() + seconds
         while not times or (time.perf_counter() < end and len(times) < ROUNDS_LIMIT):
             answer = load.send()
             times.append(answer.round_trip_s)
+            reports.append(answer.gradients.report)
     tensors = [*problem.tensors.values(), *problem.gradients.values()]
     return Row(
         round_trip_s=statistics.median(times),
+        queued_s=statistics.median(report.queued_s for report in reports),
+        transfer_s=statistics.median(report.transfer_s for report in reports),
+        device_s=statistics.median(report.device_s for report in reports),
         moved_nbytes=sum(tensor.nbytes for tensor in tensors),
-        report=answer.gradients.report,
     )
 
 
 def _cells(row: Row, flops: float) -> list[str]:
-    report = row.report
-    parts = (row.round_trip_s, report.queued_s, report.transfer_s, report.device_s)
+    parts = (row.round_trip_s, row.queued_s, row.transfer_s, row.device_s)
     rates = (row.moved_nbytes / row.round_trip_s / 1e9, flops / row.round_trip_s / 1e9)
     return [*(f"{part * 1e3:.1f}" for part in parts), f"{rates[0]:.3f}", f"{rates[1]:.1f}"]
 
 
-def _problem(size: Size, dtype: DType) -> Problem[HostArray]:
-    rng = np.random.default_rng(0)
-    rows = (size.batch_size, size.seqlen, size.num_heads, size.head_dim)
-    q, k, v, dout, out = (
-        Tensor.dense(dtype, rows, rng.standard_normal(rows, np.float32).astype(NUMPY_DTYPES[dtype])) for _ in range(5)
-    )
+def _problem(tensors: Sequence[Tensor[T]]) -> Problem[T]:
+    q, k, v, dout, out = tensors
     return Problem(q=q, k=k, v=v, dout=dout, out=out, options=Options(window=Window(right=0)))
+
+
+def _drawn(size: Size, dtype: DType) -> list[Tensor[HostArray]]:
+    rng = np.random.default_rng(0)
+    arrays = (rng.standard_normal(size.shape, np.float32).astype(NUMPY_DTYPES[dtype]) for _ in range(TENSORS))
+    return [Tensor.dense(dtype, size.shape, array) for array in arrays]
 
 
 def _median(call: Callable[[], object], seconds: float) -> float:

@@ -30,10 +30,14 @@ def run(door: Door) -> int:
     try:
         with Courier(door) as courier:
             devices = courier.client.capabilities().devices
-            console.print(f"{door.address}: {', '.join(f'{device.name} ({device.state})' for device in devices)}")
+            console.print(
+                f"{door.address}: {', '.join(f'{device.name} ({device.state})' for device in devices)}", markup=False
+            )
             verdicts = list(check(courier, TRIALS))
     except errors.DqkvError as error:
-        console.print(f"{door.address} cannot be asked: {error.reason}: {error.message}", style="bold red")
+        console.print(
+            f"{door.address} cannot be asked: {error.reason}: {error.message}", style="bold red", markup=False
+        )
         return 1
     console.print(_table(verdicts, explain=console.width >= WIDE))
     _explain(console, verdicts)

@@ -51,7 +51,7 @@ def _introduce(console: Console, address: str, capabilities: Capabilities) -> No
     devices = ", ".join(f"{device.name} ({', '.join(device.archs)})" for device in capabilities.devices)
     console.print(f"A server of dqkv {capabilities.version} listens at {address} and computes on {devices}.")
     for note in capabilities.notes:
-        console.print(note)
+        console.print(note, markup=False)
 
 
 def _show(console: Console, courier: Courier) -> int:

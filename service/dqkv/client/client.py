@@ -1,14 +1,11 @@
-"""The client: one asynchronous implementation, and a blocking face on a private event loop."""
+"""The client: one implementation as coroutines, waited for on an event loop or on the thread that asks."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 
 from dqkv import errors
 from dqkv.client.arrays import Array, HostArray
@@ -20,6 +17,7 @@ from dqkv.client.regions import AsyncRegion, Region, RegionTable
 from dqkv.client.request import Given, Request, check_outputs, choice
 from dqkv.client.retry import Retry
 from dqkv.client.segment import Kind
+from dqkv.client.waiting import OnLoop, OnThread, Waiting, finish
 from dqkv.codec import encode_problem
 from dqkv.problem import Gradients, Problem
 from dqkv.tensor import Tensor
@@ -40,6 +38,8 @@ class AsyncClient:
     Raises OptionInvalid for an address or files that cannot be used. Nothing is sent before the first call.
     """
 
+    _wait_by: ClassVar[type[OnLoop | OnThread]] = OnLoop
+
     def __init__(
         self,
         address: str,
@@ -50,8 +50,9 @@ class AsyncClient:
         retry: Retry | None = None,
         inline_nbytes: int | None = None,
     ) -> None:
-        self._connection = Connection(Endpoint(address=address, tls=tls, token=token))
-        self._regions = RegionTable(self._connection)
+        self._waiting: Waiting = self._wait_by()
+        self._connection = Connection(Endpoint(address=address, tls=tls, token=token), self._waiting)
+        self._regions = RegionTable(self._connection, self._waiting)
         self._timeout_s = timeout_s
         self._retry = Retry() if retry is None else retry
         self._inline_nbytes = inline_nbytes
@@ -89,6 +90,7 @@ class AsyncClient:
             lambda: self._attempt(call, deadline),
             deadline=deadline,
             writes_region=call.writes_region,
+            sleep=self._waiting.sleep,
             before_retry=self._connection.forget,
         )
 
@@ -142,6 +144,12 @@ class AsyncClient:
         return await self._connection.call(method, request, time.monotonic() + CONTROL_TIMEOUT_S)
 
 
+class _ClientOnThread(AsyncClient):
+    """An AsyncClient whose coroutines never suspend."""
+
+    _wait_by = OnThread
+
+
 class Client:
     """AsyncClient's blocking face, for any number of threads: the arguments, answers and errors are the same."""
 
@@ -155,13 +163,10 @@ class Client:
         retry: Retry | None = None,
         inline_nbytes: int | None = None,
     ) -> None:
-        self._client = AsyncClient(
+        self._client = _ClientOnThread(
             address, tls=tls, token=token, timeout_s=timeout_s, retry=retry, inline_nbytes=inline_nbytes
         )
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="dqkv-client", daemon=True)
-        self._thread.start()
 
     def backward(
         self, q: Array, k: Array, v: Array, dout: Array, *, timeout_s: float | None = None, **given: Unpack[Given]
@@ -198,16 +203,10 @@ class Client:
         return Region(opened.segment, label, lambda: None if self._closed else self._run(opened.close))
 
     def close(self) -> None:
-        """Ends the regions, the connection and the private loop; twice is once."""
-        if self._closed:
-            return
-        try:
+        """Ends the regions and the connection; requests on other threads are cancelled. Twice is once."""
+        if not self._closed:
             self._run(self._client.close)
-        finally:
             self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
 
     def __enter__(self) -> Client:
         return self
@@ -220,12 +219,4 @@ class Client:
     def _run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._closed:
             raise errors.OptionInvalid("this client is closed", field="client")
-        future = asyncio.run_coroutine_threadsafe(begin(), self._loop)
-        try:
-            return future.result()
-        except CancelledError:
-            raise errors.Cancelled("the client was closed while the call ran") from None
-        except BaseException:
-            # An interrupt of this thread ends the call; an error of the call itself has ended it already.
-            future.cancel()
-            raise
+        return finish(begin())

@@ -1,15 +1,14 @@
-"""The calls of one client to one server: unary calls bridged to asyncio, bulk streams on threads of their own.
+"""The calls of one client to one server: unary ones and bulk streams, and the session that makes them one caller's.
 
-Both go through grpcio's synchronous stack, which moves bulk data about 1.5 times as fast as its asyncio one.
+All go through grpcio's synchronous stack, which moves bulk data about 1.5 times as fast as its asyncio one.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -18,13 +17,12 @@ from grpc_status import rpc_status
 from dqkv import codec, errors, framing
 from dqkv.client.capabilities import Capabilities, Health, capabilities_of
 from dqkv.client.endpoint import Endpoint
+from dqkv.client.waiting import Metadata, UnaryCall, Waiting
 from dqkv.framing import Part, Receiver, Sender
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
 
 SESSION_HEADER = "dqkv-session"
-STREAMS = 16
-"""Streams of one client at the same time; each holds a thread."""
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for an answer to a call that moves no tensors."""
 
@@ -37,63 +35,52 @@ Resp = TypeVar("Resp")
 
 Accept: TypeAlias = Callable[[pb.BackwardStreamResponse.Header], Sequence[Part]]
 """Says where the gradients that an answer's header announces go; raises when they are not those asked for."""
-Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 
 class Connection:
-    """Channels to the server's control and stream ports, and the session that makes calls on both one caller's."""
+    """Channels to the server's control and stream ports; any thread may use it."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, waiting: Waiting) -> None:
         self._endpoint = endpoint
+        self._waiting = waiting
         self._control = endpoint.channel()
         self._bulk: grpc.Channel | None = None
         self._bulk_port = 0
-        self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="dqkv-stream")
+        self._closed = False
+        self._opening = threading.Lock()
         self._capabilities: Capabilities | None = None
-        self._asking = asyncio.Lock()
         self._session = ""
-        self._adopted = ""
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
         self.regions = stubs.RegionServiceStub(self._control)
 
     async def capabilities(self, *, fresh: bool = False) -> Capabilities:
         """What the server said of itself, asked once a connection unless `fresh`. Raises what `call` raises."""
-        async with self._asking:
-            if self._capabilities is None or fresh:
-                ask = stubs.CapabilityServiceStub(self._control).GetCapabilities
-                deadline = time.monotonic() + CONTROL_TIMEOUT_S
-                self._capabilities = capabilities_of(await self.call(ask, pb.GetCapabilitiesRequest(), deadline))
-                self._session = self._session or self._capabilities.session
-            return self._capabilities
+        known = self._capabilities
+        if known is None or fresh:
+            ask = stubs.CapabilityServiceStub(self._control).GetCapabilities
+            answer = await self.call(ask, pb.GetCapabilitiesRequest(), time.monotonic() + CONTROL_TIMEOUT_S)
+            self._capabilities = known = capabilities_of(answer)
+            self._session = known.session
+        return known
 
     def forget(self) -> None:
-        """Asks for capabilities and session again before the next call: the server may be another one by then."""
-        self._capabilities, self._session = None, self._adopted
+        """Asks for capabilities again before the next call: the server may be another one by then.
 
-    def adopt(self, session: str) -> None:
-        """Makes every later call that of the session's caller."""
-        self._session = self._adopted = session
+        It is asked with the session so far: the same server then takes a new connection for the same caller, whose
+        regions these are, and another one gives a session of its own.
+        """
+        self._capabilities = None
 
     async def call(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, deadline: float) -> Resp:
-        """One unary call; cancelling the task cancels the call.
+        """One unary call. Raises the server's typed error, or TransportError where none came back."""
+        call = UnaryCall(method=method, request=request, timeout_s=_left(deadline), metadata=self._metadata())
+        with _typed_errors(self._is_closed):
+            return await self._waiting.call(call)
 
-        Raises the server's typed error, or TransportError where none came back.
-        """
-        future = method.future(request, timeout=_left(deadline), metadata=self._metadata())
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake(_: grpc.Future[Resp]) -> None:
-            # The loop may be closed by the time a call that nobody waits for any more ends.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
-
-        future.add_done_callback(wake)
-        try:
-            await done.wait()
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        return _result(future.result)
+    def call_here(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, timeout_s: float) -> Resp:
+        """As `call`, on a thread of the client's own."""
+        with _typed_errors(self._is_closed):
+            return method(request, timeout=timeout_s, metadata=self._metadata())
 
     async def health(self) -> Health:
         """The whole server's health as grpc.health.v1 tells it."""
@@ -109,25 +96,29 @@ class Connection:
     ) -> pb.Report:
         """One streamed backward: sends header, parts and trailer, and receives into what `accept` names.
 
-        Returns the report. When the task is cancelled, the call is, and nothing is written any more once this has
-        raised. Raises the server's typed error, TransportError, Truncated or ChecksumMismatch.
+        Returns the report. Once this has raised, nothing is written any more. Raises the server's typed error,
+        TransportError, Truncated or ChecksumMismatch.
         """
         port = (await self.capabilities()).stream_port
         call = _Stream(self._stream_channel(port), header, parts, accept)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, call.run, deadline, self._metadata())
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            call.cancel()
-            await asyncio.wait([work])
-            raise
+
+        def run() -> pb.Report:
+            with _typed_errors(lambda: call.cancelled or self._is_closed()):
+                return call.run(deadline, self._metadata())
+
+        return await self._waiting.work(run, call.cancel)
 
     async def close(self) -> None:
         """Ends all calls and closes the channels."""
+        self._closed = True
         self._control.close()
-        if self._bulk is not None:
-            self._bulk.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        with self._opening:
+            if self._bulk is not None:
+                self._bulk.close()
+        await self._waiting.close()
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _metadata(self) -> Metadata:
         session = ((SESSION_HEADER, self._session),) if self._session else ()
@@ -136,11 +127,12 @@ class Connection:
     def _stream_channel(self, port: int) -> grpc.Channel:
         if not port:
             return self._control
-        if self._bulk is None or self._bulk_port != port:
-            if self._bulk is not None:
-                self._bulk.close()
-            self._bulk, self._bulk_port = self._endpoint.with_port(port).channel(), port
-        return self._bulk
+        with self._opening:
+            if self._bulk is None or self._bulk_port != port:
+                if self._bulk is not None:
+                    self._bulk.close()
+                self._bulk, self._bulk_port = self._endpoint.with_port(port).channel(), port
+            return self._bulk
 
 
 class _Stream:
@@ -160,21 +152,21 @@ class _Stream:
         self._parts = parts
         self._accept = accept
         self._call: Any = None
-        self._cancelled = False
+        self.cancelled = False
 
     def cancel(self) -> None:
         """Ends the call, or keeps it from starting."""
-        self._cancelled = True
+        self.cancelled = True
         if self._call is not None:
             self._call.cancel()
 
     def run(self, deadline: float, metadata: Metadata) -> pb.Report:
-        """The whole call; see Connection.stream."""
+        """The whole call; raises what grpcio raises, and what an answer that is not right raises."""
         self._call = self._open(self._frames(), timeout=_left(deadline), metadata=metadata)
-        if self._cancelled:
+        if self.cancelled:
             self._call.cancel()
         try:
-            return _result(lambda: self._receive(self._call))
+            return self._receive(self._call)
         except BaseException:
             self._call.cancel()
             raise
@@ -214,15 +206,22 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _result(take: Callable[[], Resp]) -> Resp:
-    """What a call gives, its failure as a typed error."""
+@contextmanager
+def _typed_errors(ended_here: Callable[[], bool]) -> Iterator[None]:
+    """Turns what grpcio raises into the typed error that the server sent, Cancelled, or a TransportError.
+
+    ended_here tells whether this side ended the call. A call that the far side's gRPC cancelled, as one does that
+    stops, is one that no answer came to.
+    """
     try:
-        return take()
+        yield
     except grpc.FutureCancelledError:
         raise errors.Cancelled("the call was cancelled") from None
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             raise errors.TransportError(str(error)) from error
+        if error.code() is grpc.StatusCode.CANCELLED and ended_here():
+            raise errors.Cancelled("the call was ended by this client") from None
         try:
             status = rpc_status.from_call(error)
         except ValueError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from dqkv import errors
 from dqkv.client.arrays import HostArray
 from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
 from dqkv.client.segment import Kind, Segment
+from dqkv.client.waiting import Waiting
 from dqkv.location import InRegion
 from dqkv.tensor import Tensor
 from dqkv.v1 import gradient_pb2 as pb
@@ -119,20 +121,24 @@ class Region(SharedMemory):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Registration:
-    """A segment that the server knows by `handle`, and the task that renews its lease."""
+    """A segment that the server knows by `handle`, for `lease_s` seconds after its last use or renewal."""
 
     segment: Segment
     handle: bytes
-    heartbeat: asyncio.Task[None]
+    lease_s: float
 
 
 class RegionTable:
-    """The open regions of one client."""
+    """The open regions of one client; any thread may use it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, waiting: Waiting) -> None:
         self._connection = connection
-        self._open: list[Registration] = []
-        self._registering = asyncio.Lock()
+        self._waiting = waiting
+        self._changing = threading.Lock()
+        self._open: tuple[Registration, ...] = ()
+        self._heart: threading.Thread | None = None
+        self._changed = threading.Event()
+        self._closed = False
 
     async def register(self, nbytes: int, kind: Kind, label: str, lease_s: float) -> Registration:
         """Creates shared memory and registers it with the server.
@@ -140,19 +146,19 @@ class RegionTable:
         Raises RegionInvalid when the memory cannot be made, the server is on another machine, or it reads other
         memory than ours; QuotaRegions and what else the server refuses.
         """
-        await self._connection.capabilities()
+        path = (await self._connection.capabilities()).region_socket
         segment = Segment(nbytes, kind)
-        # One after the other: none may change whose the next calls are while another is on its way.
-        async with self._registering:
-            try:
-                request = pb.RegisterRegionRequest(nbytes=nbytes, label=label, lease_s=lease_s)
-                await self._name_memory(segment, request)
-                answer = await self._call(self._connection.regions.RegisterRegion, request)
-            finally:
-                segment.hide()
-            heartbeat = asyncio.create_task(self._keep(answer.handle, answer.lease_s / RENEWALS_A_LEASE))
-            registration = Registration(segment=segment, handle=answer.handle, heartbeat=heartbeat)
-            self._open.append(registration)
+        try:
+            request = pb.RegisterRegionRequest(nbytes=nbytes, label=label, lease_s=lease_s)
+            if kind is Kind.MEMFD:
+                request.memfd.ticket = await self._waiting.work(lambda: _hand_over(path, segment.fd), _nothing)
+            else:
+                request.posix.name = segment.name
+            answer = await self._call(self._connection.regions.RegisterRegion, request)
+        finally:
+            segment.hide()
+        registration = Registration(segment=segment, handle=answer.handle, lease_s=answer.lease_s)
+        self._add(registration)
         try:
             await self._probe(registration)
         except BaseException:
@@ -167,10 +173,10 @@ class RegionTable:
 
     async def release(self, registration: Registration) -> None:
         """Ends the region at the server; one that the server has forgotten already is ended."""
-        if registration not in self._open:
-            return
-        self._open.remove(registration)
-        registration.heartbeat.cancel()
+        with self._changing:
+            if registration not in self._open:
+                return
+            self._open = tuple(item for item in self._open if item is not registration)
         try:
             request = pb.ReleaseRegionRequest(handle=registration.handle)
             await self._call(self._connection.regions.ReleaseRegion, request)
@@ -179,21 +185,32 @@ class RegionTable:
 
     async def close(self) -> None:
         """Ends all regions; a server that cannot be reached ends them itself when their leases run out."""
-        for registration in list(self._open):
+        for registration in self._open:
             try:
                 await self.release(registration)
             except errors.DqkvError:
                 continue
+        self._closed = True
+        self._changed.set()
 
-    async def _name_memory(self, segment: Segment, request: pb.RegisterRegionRequest) -> None:
-        if segment.kind is Kind.POSIX:
-            request.posix.name = segment.name
-            return
-        path = (await self._connection.capabilities()).region_socket
-        request.memfd.ticket, session = await asyncio.to_thread(_hand_over, path, segment.fd)
-        if not self._open:
-            # A user outlives its connections; regions that are open already belong to who we were until now.
-            self._connection.adopt(session)
+    def _add(self, registration: Registration) -> None:
+        with self._changing:
+            self._open = (*self._open, registration)
+            if self._heart is None:
+                self._heart = threading.Thread(target=self._beat, name="dqkv-regions", daemon=True)
+                self._heart.start()
+        self._changed.set()
+
+    def _beat(self) -> None:
+        """Renews every lease well before its end; a region that the server has ended says so at its next use."""
+        while not self._closed:
+            interval_s = min((item.lease_s for item in self._open), default=None)
+            self._changed.wait(None if interval_s is None else interval_s / RENEWALS_A_LEASE)
+            self._changed.clear()
+            for item in self._open:
+                with suppress(errors.DqkvError):
+                    request = pb.RenewRegionRequest(handle=item.handle)
+                    self._connection.call_here(self._connection.regions.RenewRegion, request, CONTROL_TIMEOUT_S)
 
     async def _probe(self, registration: Registration) -> None:
         nonce = secrets.token_bytes(min(NONCE_NBYTES, registration.segment.nbytes))
@@ -205,22 +222,16 @@ class RegionTable:
         if answer.data != nonce:
             raise errors.RegionInvalid("the server reads other memory than this process wrote", field="region")
 
-    async def _keep(self, handle: bytes, interval_s: float) -> None:
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                await self._call(self._connection.regions.RenewRegion, pb.RenewRegionRequest(handle=handle))
-            except (errors.RegionUnknown, errors.RegionLeaseExpired):
-                return
-            except errors.DqkvError:
-                continue
-
     async def _call(self, method: Any, request: Any) -> Any:
         return await self._connection.call(method, request, time.monotonic() + CONTROL_TIMEOUT_S)
 
 
-def _hand_over(path: str, fd: int) -> tuple[bytes, str]:
-    """Passes an open file to the server's region socket: the ticket it is registered by, and our session there."""
+def _nothing() -> None:
+    """Ends nothing: the exchange with the region socket has a short time of its own."""
+
+
+def _hand_over(path: str, fd: int) -> bytes:
+    """Passes an open file to the server's region socket; returns the ticket that it is registered by."""
     if not path:
         raise errors.RegionInvalid("this server has no region socket: use kind posix", field="kind")
     try:
@@ -235,4 +246,5 @@ def _hand_over(path: str, fd: int) -> tuple[bytes, str]:
         ) from None
     if len(answer) != TICKET_NBYTES + SESSION_NBYTES:
         raise errors.RegionInvalid(answer.decode(errors="replace") or "the region socket hung up", field="kind")
-    return answer[:TICKET_NBYTES], answer[TICKET_NBYTES:].hex()
+    # The session that comes with it would make us the unix user instead of who we are on our connection.
+    return answer[:TICKET_NBYTES]

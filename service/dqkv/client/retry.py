@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -39,6 +38,7 @@ class Retry:
         *,
         deadline: float,
         writes_region: bool,
+        sleep: Callable[[float], Awaitable[None]],
         before_retry: Callable[[], None],
     ) -> T:
         """The first answer. Raises the last error when it is not safe, not worth waiting for, or one too many."""
@@ -51,7 +51,7 @@ class Retry:
                 wait = self.wait_s(number, error, writes_region=writes_region)
                 if wait is None or time.monotonic() + wait >= deadline:
                     raise
-            await asyncio.sleep(wait)
+            await sleep(wait)
             before_retry()
 
     def wait_s(self, number: int, error: errors.DqkvError, *, writes_region: bool) -> float | None:

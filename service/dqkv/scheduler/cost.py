@@ -50,6 +50,7 @@ class Work:
     head_dim is the bucket of the wider of head_dim and head_dim_v. Bytes count every tensor as if it were dense.
     """
 
+    sequences: int
     pairs: int
     flops: float
     input_nbytes: int
@@ -68,6 +69,7 @@ class Work:
             flops += 2.0 * pairs * shape.head_dim
         width = max(shape.head_dim, shape.head_dim_v)
         return Work(
+            sequences=shape.batch_size,
             pairs=pairs,
             flops=flops,
             input_nbytes=sum(tensor.nbytes for tensor in problem.tensors.values()),
@@ -153,39 +155,45 @@ class _RateKey:
 
 
 class CostModel:
-    """Predicts seconds of one device: a launch, and the operations at the rate of their kind.
+    """Predicts seconds of one device: a launch, a share for each sequence, and operations at the rate of their kind.
 
-    Kinds that were never measured take the rate of the most alike one; every finished run corrects its own kind by an
-    exponentially weighted average of measured / predicted.
+    Kinds that were never measured take the rate of the most alike one; every finished run corrects what weighed most
+    in its prediction by an exponentially weighted average of measured / predicted.
     """
 
     def __init__(self) -> None:
         self._launch_s = DEFAULT_LAUNCH_S
+        self._sequence_s = 0.0
         self._rates: dict[_RateKey, float] = {}
 
-    def fit(self, samples: Iterable[Sample]) -> None:
-        """Take launch time and rates from small runs: the shortest is nearly all launch, the others nearly none."""
-        ordered = sorted(samples, key=lambda sample: (sample.work.flops, sample.seconds))
-        if not ordered:
-            return
-        self._launch_s = max(ordered[0].seconds, 1e-9)
-        for sample in ordered[1:]:
-            if sample.work.flops > ordered[0].work.flops:
-                compute_s = max(sample.seconds - self._launch_s, 0.1 * sample.seconds, 1e-9)
-                self._rates[_key(sample.arch, sample.work)] = sample.work.flops / compute_s
+    def fit(self, launch: Sample, sequences: Sample, rates: Iterable[Sample]) -> None:
+        """Take launch time, the share of a sequence and rates from small runs.
+
+        `launch` is next to no work, `sequences` next to no work in many sequences, `rates` are work of each kind.
+        """
+        self._launch_s = max(launch.seconds, 1e-9)
+        self._sequence_s = max(sequences.seconds - self._launch_s, 0.0) / sequences.work.sequences
+        for sample in rates:
+            compute_s = max(sample.seconds - self._launch_s, 0.1 * sample.seconds, 1e-9)
+            self._rates[_key(sample.arch, sample.work)] = sample.work.flops / compute_s
 
     def predict(self, arch: Arch, work: Work) -> float:
         """Seconds that the device will need."""
-        return self._launch_s + work.flops / self._rate(_key(arch, work))
+        return self._launch_s + work.sequences * self._sequence_s + work.flops / self._rate(_key(arch, work))
 
     def observe(self, sample: Sample) -> None:
-        """Correct what dominated the prediction by a run that finished."""
-        key = _key(sample.arch, sample.work)
-        compute_s = sample.work.flops / self._rate(key)
-        if compute_s < self._launch_s:
-            self._launch_s *= _correction(sample.seconds - compute_s, self._launch_s)
+        """Correct what weighed most in the prediction by a run that finished."""
+        key, work = _key(sample.arch, sample.work), sample.work
+        compute_s, sequences_s = work.flops / self._rate(key), work.sequences * self._sequence_s
+        most = max(compute_s, sequences_s, self._launch_s)
+        others_s = compute_s + sequences_s + self._launch_s - most
+        correction = _correction(sample.seconds - others_s, most)
+        if most == compute_s:
+            self._rates[key] = self._rate(key) / correction
+        elif most == sequences_s:
+            self._sequence_s *= correction
         else:
-            self._rates[key] = self._rate(key) / _correction(sample.seconds - self._launch_s, compute_s)
+            self._launch_s *= correction
 
     def _rate(self, key: _RateKey) -> float:
         if not self._rates:

@@ -232,7 +232,7 @@ class Scheduler:
         try:
             while device.info is not None and device.state is DeviceState.OK:
                 try:
-                    samples = await calibration.measure(
+                    lane.cost = await calibration.measure(
                         device, device.info, block_ids=self._block_ids, task_ids=self._task_ids
                     )
                 except errors.DeviceLost:
@@ -243,7 +243,6 @@ class Scheduler:
                     lane.decided.set()
                     await asyncio.sleep(MEASURE_AGAIN_S)
                     continue
-                lane.cost.fit(samples)
                 lane.measured, lane.defect = True, ""
                 lane.decided.set()
                 return

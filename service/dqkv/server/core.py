@@ -6,12 +6,12 @@ import asyncio
 import itertools
 import os
 import shutil
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
 from dqkv.backend.base import DeviceState
 from dqkv.backend.process import Death, DeviceProcess, DeviceSettings
+from dqkv.memory import leftovers
 from dqkv.memory.mailbox import FdMailbox
 from dqkv.memory.regions import RegionLimits, RegionTable
 from dqkv.memory.staging import StagingPool
@@ -69,10 +69,9 @@ class Core:
         if where == "none":
             return
         if where == "auto":
-            # A folder that mkdtemp makes is this user's alone.
-            self._folder = Path(tempfile.mkdtemp(prefix="dqkv-"))
-            where = str(self._folder / "regions")
-        self.mailbox = FdMailbox(Path(where))
+            path = leftovers.make_socket_path()
+            self._folder, where = path.parent, str(path)
+        self.mailbox = FdMailbox(Path(where), mode=int(self._settings.region_socket_mode, 8))
         await self.mailbox.start()
         self.region_socket = where
 

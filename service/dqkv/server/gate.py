@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
 from google.rpc import status_pb2
+from grpc_status import rpc_status
 
 from dqkv import codec, errors
 from dqkv.metrics import Metrics, Served
 from dqkv.server.identity import Call, Doorkeeper, Identity
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+READ_S = 20.0
+"""Longest wait for a unary request's only message, in seconds."""
 NO_DEADLINE_S = 1e9
 """gRPC tells the time that remains of a call without a deadline as some 292 years."""
 
@@ -62,7 +68,7 @@ class Gate:
         """One call of `method`; raises a Refusal for whatever goes wrong in the block, counted and logged."""
         began = time.monotonic()
         self._metrics.rpc_started(method.kind, method.service, method.name)
-        visit = Visit(caller=_NOBODY, deadline=self._deadline(context, began))
+        visit = Visit(caller=_unknown(context), deadline=self._deadline(context, began))
         error: errors.DqkvError | None = None
         try:
             visit.caller = self._door.authorize(call_of(method.path, context))
@@ -83,6 +89,8 @@ class Gate:
             raise
         finally:
             self._ended(method, visit, error, time.monotonic() - began)
+            # An error knows the frames it came through; kept in one of them, it would keep their memory, too.
+            error = None
 
     def _deadline(self, context: Any, now: float) -> float:
         remaining = context.time_remaining()
@@ -127,7 +135,8 @@ class Refusal(Exception):
         self.status: status_pb2.Status = codec.encode_error(error)
 
 
-_NOBODY = Identity(name="", rights=frozenset())
+def _unknown(context: Any) -> Identity:
+    return Identity(name=f"peer:{context.peer()}", rights=frozenset())
 
 
 def call_of(path: str, context: Any) -> Call:
@@ -143,17 +152,45 @@ def call_of(path: str, context: Any) -> Call:
 
 
 def unary(
-    gate: Gate, method: Method, behaviour: Callable[[Any, Visit], Any], **codecs: Any
+    gate: Gate, method: Method, behaviour: Callable[[Any, Visit], Awaitable[Any]], **codecs: Any
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the asyncio server around `async behaviour(request, visit)`; errors become status here."""
-    from grpc_status import rpc_status
+    """A handler of the asyncio server around `behaviour(request, visit)`; errors become status here."""
 
-    async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
-            with gate.visit(method, context) as visit:
-                return await behaviour(request, visit)
-        except Refusal as refusal:
-            status = rpc_status.to_status(refusal.status)
-            await context.abort(status.code, status.details or "", status.trailing_metadata or ())
+    async def handle(request: Any, context: Context) -> Any:
+        return await _answer(gate, method, context, lambda visit: behaviour(request, visit))
 
     return grpc.unary_unary_rpc_method_handler(handle, **codecs)
+
+
+def unary_read_late(
+    gate: Gate, method: Method, behaviour: Callable[[Callable[[], Awaitable[bytes]], Visit], Awaitable[bytes]]
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """As `unary`, of bytes, but the request is read when `behaviour(read, visit)` asks for it.
+
+    Until then a large message stays with its caller, who is known by then. `read` raises StreamIdle and Truncated.
+    """
+
+    async def handle(_: Any, context: Context) -> Any:
+        async def read() -> bytes:
+            try:
+                message = await asyncio.wait_for(context.read(), READ_S)
+            except TimeoutError:
+                raise errors.StreamIdle(f"the request did not come within {READ_S:g} s") from None
+            if message is grpc.aio.EOF:
+                raise errors.Truncated("the call ended before its request")
+            return bytes(message)
+
+        return await _answer(gate, method, context, lambda visit: behaviour(read, visit))
+
+    # On the wire a call with one request is what a unary call is.
+    return grpc.stream_unary_rpc_method_handler(handle)
+
+
+async def _answer(gate: Gate, method: Method, context: Context, behaviour: Callable[[Visit], Awaitable[Any]]) -> Any:
+    try:
+        with gate.visit(method, context) as visit:
+            return await behaviour(visit)
+    except Refusal as refusal:
+        status = rpc_status.to_status(refusal.status)
+    # Out of the except block: gRPC keeps what abort raises, and with it everything that was raised before it.
+    return await context.abort(status.code, status.details or "", status.trailing_metadata or ())

@@ -23,6 +23,7 @@ from dqkv.tensor import Tensor
 from dqkv.v1 import gradient_pb2 as pb
 
 REQUEST_ID_LIMIT = 128
+_NO_BYTES: Location = Inline(memoryview(b""))
 SLOT_ALIGNMENT = 64
 """Bytes; a cache line, and what vector loads of every device like best."""
 
@@ -50,6 +51,14 @@ class Order:
             outputs=codec.decode_outputs(message, problem),
             roles=codec.roles(message),
         )
+
+    def without_bytes(self) -> Order:
+        """The same order without the bytes of its inline tensors."""
+        emptied = {
+            role: tensor.with_data(_NO_BYTES) if isinstance(tensor.data, Inline) else tensor
+            for role, tensor in self.problem.tensors.items()
+        }
+        return replace(self, problem=self.problem.with_tensors(emptied))
 
     @property
     def staged(self) -> dict[str, Tensor[Location]]:
@@ -108,10 +117,14 @@ class Job:
         return [framing.Part(role, self._memory.view(role)) for role in streamed]
 
     def fill_inline(self) -> None:
-        """Copies the inline tensors' bytes to their slots; large ones take their time, so not on the loop."""
+        """Copies the inline tensors' bytes to their slots and lets the message go.
+
+        Large ones take their time, so not on the loop.
+        """
         for role, tensor in self.order.staged.items():
             if isinstance(tensor.data, Inline):
                 self._memory.view(role)[:] = tensor.data.view
+        self.order = self.order.without_bytes()
 
     def sending(self) -> list[framing.Part]:
         """The gradients that are sent back, in order; the views are valid until `close`."""

@@ -15,7 +15,7 @@ from dqkv.server import capability_service, grpc_service, ports, region_service
 from dqkv.server.capability_service import CapabilityServicer, Facts
 from dqkv.server.core import Core
 from dqkv.server.gate import Gate
-from dqkv.server.grpc_service import GradientServicer
+from dqkv.server.grpc_service import GradientServicer, Terms
 from dqkv.server.health import HealthReporter
 from dqkv.server.identity import Doorkeeper
 from dqkv.server.reflection import add_reflection
@@ -28,6 +28,10 @@ from dqkv.v1 import gradient_pb2 as pb
 SERVICES = (grpc_service.SERVICE, region_service.SERVICE, capability_service.SERVICE)
 STOP_GRACE_S = 1.0
 """What calls that are left after the drain get to end: control calls, and answers on their way."""
+
+LINGER_S = 0.25
+"""How long new calls are still answered that the server drains: one that meets the very end of a gRPC server is
+cancelled without a word."""
 
 
 class GrpcServers:
@@ -70,6 +74,7 @@ class GrpcServers:
         desk.turn_away()
         await self._reporter.look()
         left = await desk.idle(self._settings.drain_s)
+        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
         log = self._log.warning if left else self._log.info
         log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
         bulk = self._bulk.stop(STOP_GRACE_S)
@@ -106,8 +111,7 @@ class GrpcServers:
             desk=core.desk,
             scheduler=core.scheduler,
             metrics=core.metrics,
-            limits=limits,
-            stream_port=stream_port,
+            terms=Terms(limits=limits, messages=settings.unary_messages, stream_port=stream_port),
         )
         regions = RegionServicer(gate=gate, table=core.regions, mailbox=core.mailbox)
         capabilities = CapabilityServicer(gate=gate, door=self._door, scheduler=core.scheduler, facts=facts)
@@ -116,6 +120,7 @@ class GrpcServers:
             desk=core.desk,
             metrics=core.metrics,
             watchdog=self._watchdog,
+            streams_per_caller=settings.streams_per_caller,
             loop=asyncio.get_running_loop(),
         )
         self._control.add_generic_rpc_handlers((gradients.handlers(), regions.handlers(), capabilities.handlers()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -17,7 +17,7 @@ from dqkv.metrics import Metrics
 from dqkv.problem import Report
 from dqkv.scheduler.queue import Scheduler
 from dqkv.server import account
-from dqkv.server.gate import Gate, Method, Visit, unary
+from dqkv.server.gate import Gate, Method, Visit, unary, unary_read_late
 from dqkv.server.gradient import Desk, Job, Order, name_gradients
 from dqkv.v1 import gradient_pb2 as pb
 
@@ -30,18 +30,26 @@ OFFLOAD_NBYTES = 256 << 10
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What unary calls are held to, how many messages are read at once, and where streams are served."""
+
+    limits: pb.Limits
+    messages: int
+    stream_port: int
+
+
 class GradientServicer:
     """AttentionGradientService on the asyncio server. Its stream has a server and a port of its own."""
 
-    def __init__(
-        self, *, gate: Gate, desk: Desk, scheduler: Scheduler, metrics: Metrics, limits: pb.Limits, stream_port: int
-    ) -> None:
+    def __init__(self, *, gate: Gate, desk: Desk, scheduler: Scheduler, metrics: Metrics, terms: Terms) -> None:
         self._gate = gate
         self._desk = desk
         self._scheduler = scheduler
         self._metrics = metrics
-        self._limits = limits
-        self._stream_port = stream_port
+        self._limits = terms.limits
+        self._stream_port = terms.stream_port
+        self._messages = asyncio.Semaphore(terms.messages)
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods for an asyncio server."""
@@ -51,7 +59,7 @@ class GradientServicer:
             SERVICE,
             {
                 # Bytes in, bytes out: a large message is parsed and built on a thread, not by gRPC on the loop.
-                "Backward": unary(self._gate, backward, self.backward),
+                "Backward": unary_read_late(self._gate, backward, self.backward),
                 "Estimate": unary(
                     self._gate,
                     estimate,
@@ -63,26 +71,20 @@ class GradientServicer:
             },
         )
 
-    async def backward(self, raw: bytes, visit: Visit) -> bytes:
-        """One backward: a serialized BackwardRequest in, a serialized BackwardResponse out.
+    async def backward(self, read: Callable[[], Awaitable[bytes]], visit: Visit) -> bytes:
+        """One backward: `read` gives a serialized BackwardRequest, the answer is a serialized BackwardResponse.
 
         Raises what decoding, admission, regions and the device raise, and ChecksumMismatch.
         """
-        arrived = time.monotonic()
-        large = len(raw) > OFFLOAD_NBYTES
-        order, message = await _do(large, lambda: _read(raw))
-        visit.request_id = order.request_id
-        visit.facts |= account.sizes(order)
-        self._check_fits(order)
-        job = await self._desk.open(order, caller=visit.caller, deadline=visit.deadline)
+        # However many calls come, only so many messages are in memory besides what staging holds.
+        async with self._messages:
+            job, arrived, admitted = await self._receive(await read(), visit)
         try:
-            admitted = time.monotonic()
-            await _do(large, lambda: _receive(job, message))
             received = time.monotonic()
             report = await job.run()
             ran = time.monotonic()
             report = replace(report, total_s=ran - arrived)
-            answer = await _do(_answer_nbytes(order) > OFFLOAD_NBYTES, lambda: _answer(job, report))
+            answer = await _do(_answer_nbytes(job.order) > OFFLOAD_NBYTES, lambda: _answer(job, report))
         finally:
             job.close()
         visit.arch = report.arch
@@ -93,10 +95,27 @@ class GradientServicer:
         self._metrics.phase("send", report.device, time.monotonic() - ran)
         return answer
 
+    async def _receive(self, raw: bytes, visit: Visit) -> tuple[Job, float, float]:
+        """The job with its inline tensors in place, when its message was there, and when it was admitted."""
+        arrived = time.monotonic()
+        large = len(raw) > OFFLOAD_NBYTES
+        order, message = await _do(large, lambda: _parse(raw))
+        visit.request_id = order.request_id
+        visit.facts |= account.sizes(order)
+        self._check_fits(order)
+        job = await self._desk.open(order, caller=visit.caller, deadline=visit.deadline)
+        try:
+            admitted = time.monotonic()
+            await _do(large, lambda: _fill(job, message))
+        except BaseException:
+            job.close()
+            raise
+        return job, arrived, admitted
+
     async def estimate(self, request: pb.EstimateRequest, visit: Visit) -> pb.EstimateResponse:
         """What the problem would cost and where it would run. Raises what decoding and the scheduler raise."""
         problem = codec.decode_problem(request.problem, need_bytes=False)
-        estimate = self._scheduler.estimate(problem)
+        estimate = self._scheduler.estimate(problem, owner=visit.caller.name)
         visit.arch = estimate.arch.value
         fits = max(estimate.input_nbytes, estimate.gradient_nbytes) <= self._limits.inline_bytes
         return pb.EstimateResponse(
@@ -137,7 +156,7 @@ async def _do(large: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if large else work()
 
 
-def _read(raw: bytes) -> tuple[Order, pb.BackwardRequest]:
+def _parse(raw: bytes) -> tuple[Order, pb.BackwardRequest]:
     try:
         message = pb.BackwardRequest.FromString(raw)
     except DecodeError:
@@ -145,7 +164,7 @@ def _read(raw: bytes) -> tuple[Order, pb.BackwardRequest]:
     return Order.decode(message.problem, message.request_id), message
 
 
-def _receive(job: Job, message: pb.BackwardRequest) -> None:
+def _fill(job: Job, message: pb.BackwardRequest) -> None:
     if message.HasField("checksum"):
         framing.check_sum(message, codec.inline_checksum(job.order.staged.values()))
     job.fill_inline()

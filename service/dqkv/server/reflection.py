@@ -34,6 +34,7 @@ class _Guarded:
             with self._gate.visit(METHOD, context):
                 async for answer in self._open.ServerReflectionInfo(request_iterator, context):
                     yield answer
+                return
         except Refusal as refusal:
             status = rpc_status.to_status(refusal.status)
-            await context.abort(status.code, status.details, status.trailing_metadata)
+        await context.abort(status.code, status.details, status.trailing_metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -32,7 +32,7 @@ class RegionServicer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods for an asyncio server."""
-        methods: dict[str, tuple[Callable[..., object], type, type]] = {
+        methods: dict[str, tuple[Callable[..., Awaitable[object]], type, type]] = {
             "RegisterRegion": (self.register, pb.RegisterRegionRequest, pb.RegisterRegionResponse),
             "RenewRegion": (self.renew, pb.RenewRegionRequest, pb.RenewRegionResponse),
             "ListRegions": (self.list, pb.ListRegionsRequest, pb.ListRegionsResponse),

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,6 +34,8 @@ METHOD = Method(
     service="dqkv.v1.AttentionGradientService", name="BackwardStream", kind="bidi_streaming", transport="stream"
 )
 
+RETRY_AFTER_S = 0.5
+
 T = TypeVar("T")
 
 _ABORTS: dict[type[errors.DqkvError], str] = {
@@ -51,13 +56,23 @@ class StreamServicer:
     """BackwardStream; its calls run on the threads of a synchronous server, and reach the loop by `loop`."""
 
     def __init__(
-        self, *, gate: Gate, desk: Desk, metrics: Metrics, watchdog: Watchdog, loop: asyncio.AbstractEventLoop
+        self,
+        *,
+        gate: Gate,
+        desk: Desk,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        streams_per_caller: int,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._gate = gate
         self._desk = desk
         self._metrics = metrics
         self._watchdog = watchdog
         self._loop = loop
+        self._streams_per_caller = streams_per_caller
+        self._open_streams: Counter[str] = Counter()
+        self._counting = threading.Lock()
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's method for a synchronous server."""
@@ -72,7 +87,8 @@ class StreamServicer:
             with self._gate.visit(METHOD, context) as visit, self._watchdog.watch(context.cancel) as watch:
                 stream = _Stream(context, frames, watch, self._loop)
                 try:
-                    yield from self._backward(stream, visit)
+                    with self._one_more(visit.caller.name):
+                        yield from self._backward(stream, visit)
                 except errors.DqkvError as error:
                     if type(error) in _ABORTS:
                         self._metrics.stream_aborted(_ABORTS[type(error)])
@@ -80,8 +96,29 @@ class StreamServicer:
                 except GeneratorExit:
                     self._metrics.stream_aborted("idle" if watch.rang else "cancel")
                     raise
+                return
         except Refusal as refusal:
-            context.abort_with_status(rpc_status.to_status(refusal.status))
+            status = refusal.status
+        context.abort_with_status(rpc_status.to_status(status))
+
+    @contextmanager
+    def _one_more(self, caller: str) -> Iterator[None]:
+        """Keeps one caller from holding every thread."""
+        with self._counting:
+            count = self._open_streams[caller]
+            if count >= self._streams_per_caller:
+                raise errors.QuotaStreams(
+                    f"this caller has {count} streams open, the limit is {self._streams_per_caller}",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._open_streams[caller] += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._open_streams[caller] -= 1
+                if not self._open_streams[caller]:
+                    del self._open_streams[caller]
 
     def _backward(self, stream: _Stream, visit: Visit) -> Iterator[framing.ResponseFrame]:
         began = time.monotonic()
@@ -123,9 +160,10 @@ class _Stream:
     def __init__(
         self, context: grpc.ServicerContext, frames: Iterator[Any], watch: Watch, loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._context = context
         self._frames = frames
         self._loop = loop
+        self._work: concurrent.futures.Future[Any] | None = None
+        self._over = not context.add_callback(self._end)
         self.watch = watch
 
     def next_frame(self) -> Any:
@@ -133,7 +171,9 @@ class _Stream:
         with self.watch.waiting():
             try:
                 frame = next(self._frames, None)
-            except grpc.RpcError:
+            except grpc.RpcError as error:
+                # gRPC keeps its error for as long as the call, and the error its frames with all memory they see.
+                error.__traceback__ = None
                 raise self._gone() from None
         if frame is None and self.watch.rang:
             raise self._gone()
@@ -146,22 +186,27 @@ class _Stream:
 
         Raises what it raises, StreamIdle or Cancelled.
         """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-
-        def cancel() -> None:
+        self._work = future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._over:
             future.cancel()
-
-        if not self._context.add_callback(cancel):
-            cancel()
         try:
             return future.result()
         except concurrent.futures.CancelledError:
             raise self._gone() from None
+        finally:
+            # A future knows its error, which knows this frame and all memory that it sees.
+            self._work = None
+            del future
 
     def send(self, frame: framing.ResponseFrame) -> Iterator[framing.ResponseFrame]:
         """Hands one frame to gRPC, which asks for the next one when the client has room for it."""
         with self.watch.waiting():
             yield frame
+
+    def _end(self) -> None:
+        self._over, work = True, self._work
+        if work is not None:
+            work.cancel()
 
     def _gone(self) -> errors.DqkvError:
         if self.watch.rang:
