@@ -12,8 +12,9 @@ from oracle.inputs import Inputs, build_inputs
 from oracle.problems import as_given, to_problem
 
 from dqkv.problem import INPUT_ROLES, Problem
+from dqkv_kernels import attention_backward
 from dqkv_kernels.artifacts import Artifacts
-from dqkv_kernels.chain import TORCH_DTYPES, Workspace, backward
+from dqkv_kernels.chain import TORCH_DTYPES, Chain
 
 
 @dataclass(kw_only=True)
@@ -51,11 +52,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A device with kernels, one workspace for all problems, and the record."""
+    """A device with kernels, one chain for all problems, and the record."""
 
     device: torch.device
     artifacts: Artifacts
-    workspace: Workspace
+    chain: Chain
     record: Record
 
     def inputs(self, case: Case, variant: Variant = AS_IS, arch: str = "auto") -> Inputs:
@@ -66,14 +67,15 @@ class Gpu:
         """One answer, into memory and from scratch memory that hold NaN."""
         problem = to_problem(inputs, as_given)
         tensors = {role: getattr(inputs, role) for role in INPUT_ROLES if getattr(inputs, role) is not None}
-        return self.answer(problem, tensors, self.workspace)
+        return self.answer(problem, tensors, self.chain)
 
-    def answer(self, problem: Problem[Any], tensors: Mapping[str, torch.Tensor], workspace: Workspace) -> Answer:
-        """One answer from a given workspace; waits for nothing."""
-        for buffer in workspace.buffers.values():
+    def answer(self, problem: Problem[Any], tensors: Mapping[str, torch.Tensor], chain: Chain) -> Answer:
+        """One answer of a given chain; waits for nothing."""
+        for buffer in chain.workspace.buffers.values():
             buffer.fill_(255)  # NaN as fp32, -1 as int32
         gradients = {
             role: torch.full(spec.shape, float("nan"), dtype=TORCH_DTYPES[spec.dtype], device=self.device)
             for role, spec in problem.gradients.items()
         }
-        return Answer(**backward(problem, tensors, self.artifacts, workspace, gradients))
+        found = attention_backward(problem, tensors, gradients, chain=chain)
+        return Answer(dq=found.dq, dk=found.dk, dv=found.dv, dsink=found.dsink)

@@ -53,7 +53,7 @@ class Tile:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """What the main loop keeps in shared memory: K, V, stages of Q, dO and their statistics, and P and dS or two dS."""
+        """What the main loop keeps in shared memory: K, V, stages of Q, dO and statistics, and P and dS or two dS."""
         keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         queries = self.stages_q * (2 * self.head_dim + 4) + self.stages_dout * (2 * self.head_dim_v + 4)
         return keys + self.tile_m * queries + 4 * self.tile_m * self.tile_n + 1024
@@ -116,9 +116,9 @@ _SMALL = (
     _row((256, 256), (32, 32), 1, (2, 2, 2), 128),
 )
 
-# The main loop overlaps two steps, so Q of three steps is alive at once, and dO of two. 96 takes the row of 128, since
-# half of 96 columns is no whole number of swizzled blocks; 192 that of 256, since dK^T of 192 rows is no whole number of
-# 64-row products for two warpgroups.
+# The narrow main loop overlaps two steps, so Q of three steps is alive at once, and dO of two. 96 takes the row of 128,
+# since half of 96 columns is no whole number of swizzled blocks; 192 that of 256, since 192 rows of dK^T are no whole
+# number of 64-row products for each of two warpgroups.
 _WGMMA = (
     # 128 queries a step would spill: S and dP take 64 registers each
     _wgmma_row((64, 64), (64, 128), (3, 2), "sm90"),

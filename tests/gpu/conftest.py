@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_rig import Gpu, NotedArtifacts, Record
 
-from dqkv_kernels.chain import Workspace
+from dqkv_kernels.chain import Chain, Workspace
 
 ROOT = Path(__file__).parents[2]
 _RECORD = pytest.StashKey[Record]()
@@ -30,7 +30,8 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     record = request.config.stash[_RECORD] = Record()
     device = torch.device("cuda", 0)
     artifacts = NotedArtifacts(request.config.getoption("--kernels"), record)
-    return Gpu(device=device, artifacts=artifacts, workspace=Workspace(device), record=record)
+    chain = Chain(artifacts, Workspace(device))
+    return Gpu(device=device, artifacts=artifacts, chain=chain, record=record)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

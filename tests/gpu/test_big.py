@@ -10,7 +10,7 @@ from oracle.cases import BIG_CASES
 from oracle.problems import as_given
 
 from dqkv.problem import Arch, Options, Problem, Window
-from dqkv_kernels.chain import Workspace
+from dqkv_kernels.chain import Chain, Workspace
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_no_offset_ends_at_32_bits(gpu: Gpu, case):
         problem = Problem(
             **{role: as_given(tensor) for role, tensor in tensors.items()}, options=Options(window=window, arch=arch)
         )
-        answer = gpu.answer(problem, tensors, Workspace(gpu.device))
+        answer = gpu.answer(problem, tensors, Chain(gpu.artifacts, Workspace(gpu.device)))
         worst = dict.fromkeys(("dq", "dk", "dv"), 0.0)
         for sample in samples:
             for name, rows in (("dq", sample.q_rows), ("dk", sample.k_rows), ("dv", sample.k_rows)):

@@ -14,15 +14,15 @@ from oracle.problems import as_given, to_problem
 
 from dqkv import errors
 from dqkv_kernels.build import default_set
-from dqkv_kernels.chain import Plan, target_of
 from dqkv_kernels.key import KernelKey
+from dqkv_kernels.launch_plan import LaunchPlan, target_of
 from dqkv_kernels.tiles import ARCH_TARGETS, TARGETS, rows_of, tile_holding
 
 PAIRS = [(arch, target) for arch, targets in ARCH_TARGETS.items() for target in targets]
 
 
-def plan_of(name: str, target: str = "sm_90a") -> Plan:
-    return Plan(problem=to_problem(build_inputs(BY_NAME[name]), as_given), target=target)
+def plan_of(name: str, target: str = "sm_90a") -> LaunchPlan:
+    return LaunchPlan(problem=to_problem(build_inputs(BY_NAME[name]), as_given), target=target)
 
 
 def ready_on(target: str) -> set[KernelKey]:
@@ -38,20 +38,20 @@ def test_the_default_sets_answer_every_case_on_every_target(case):
         for target in set(TARGETS.values()):
             for arch in ("auto", "sm80"):
                 problem = to_problem(dataclasses.replace(inputs, arch=arch), as_given)
-                assert set(Plan(problem=problem, target=target).keys.values()) <= ready_on(target)
+                assert set(LaunchPlan(problem=problem, target=target).keys.values()) <= ready_on(target)
 
 
 def test_a_family_runs_on_its_own_targets_alone():
     problem = to_problem(dataclasses.replace(build_inputs(BY_NAME["hd128_dv96"]), arch="sm90"), as_given)
-    assert Plan(problem=problem, target="sm_90a").arch == 90
+    assert LaunchPlan(problem=problem, target="sm_90a").arch == 90
     for target in ("sm_80", "sm_86", "sm_120"):
         with pytest.raises(errors.ArchUnavailable, match="sm90"):
-            _ = Plan(problem=problem, target=target).arch
+            _ = LaunchPlan(problem=problem, target=target).arch
 
 
 @pytest.mark.parametrize("case", ANSWERED_CASES, ids=lambda case: case.name)
 def test_sequences_never_share_padded_rows(case):
-    plan = Plan(problem=to_problem(build_inputs(case), as_given), target="sm_90a")
+    plan = LaunchPlan(problem=to_problem(build_inputs(case), as_given), target="sm_90a")
     rows, tile_m = plan.problem.rows, plan.tile.tile_m
     begin = plan.sequences[:, 6]
     end = begin + -(-rows.q_len // tile_m) * tile_m

@@ -278,7 +278,7 @@ class MainLoop:
         n: Int32,
         tid: Int32,
     ):
-        """A tile of dK or dV to global memory: through the memory of operand `name` in 16 bits, from registers in fp32."""
+        """A tile of dK or dV to global memory: through the memory of operand `name` in 16 bits, directly in fp32."""
         tile_n = self.tile.tile_n
         row = n * tile_n
         rows = sequence.seqlen_k - row

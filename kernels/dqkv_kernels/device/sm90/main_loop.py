@@ -168,9 +168,9 @@ class MainLoop90(MainLoop):
             cute.arch.cp_async_wait_group(1)
             meet()
             start(mma_s, rS, K, Q[None, None, None, 0], False)
-            start(mma_s, rdP, V, dO[None, None, None, 0], False)
-            warpgroup.wait_group(1)  # S
+            warpgroup.wait_group(0)  # S
             P = self.softmax(rS, mma_s, mask, sLse, scales, m_first, n, Int32(0), tid)
+            start(mma_s, rdP, V, dO[None, None, None, 0], False)
             start(mma_v, rdV, P, dO_t[None, None, None, 0], False)
             warpgroup.wait_group(1)  # dP
             self.dsoftmax(rS, rdP, mma_s, sDelta, sdS, Int32(0), Int32(0), tid)
@@ -198,9 +198,15 @@ class MainLoop90(MainLoop):
                 start(mma_k, rdK, dS_t[None, None, None, stage_dout], Q_t[None, None, None, stage_q], accumulate)
                 warpgroup.wait_group(2)  # dQ of tile i
                 self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
-                start(mma_s, rdP, V, dO[None, None, None, next_dout], False)
-                warpgroup.wait_group(2)  # S of tile i + 1
-                P = self.softmax(rS, mma_s, mask, sLse, scales, next_m, n, next_q, tid)
+                if const_expr(self.softcap):
+                    # the softcap needs the registers that dP would hold meanwhile
+                    warpgroup.wait_group(1)  # S of tile i + 1
+                    P = self.softmax(rS, mma_s, mask, sLse, scales, next_m, n, next_q, tid)
+                    start(mma_s, rdP, V, dO[None, None, None, next_dout], False)
+                else:
+                    start(mma_s, rdP, V, dO[None, None, None, next_dout], False)
+                    warpgroup.wait_group(2)  # S of tile i + 1
+                    P = self.softmax(rS, mma_s, mask, sLse, scales, next_m, n, next_q, tid)
                 start(mma_v, rdV, P, dO_t[None, None, None, next_dout], True)
                 warpgroup.wait_group(1)  # dK of tile i, dP of tile i + 1
                 self.dsoftmax(rS, rdP, mma_s, sDelta, sdS, next_dout, next_dout, tid)
@@ -217,6 +223,8 @@ class MainLoop90(MainLoop):
             warpgroup.wait_group(0)
             self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
         else:
+            # copies that are in no group are not waited for, and would land in what K's and V's memory holds next
+            cute.arch.cp_async_commit_group()
             rdK.fill(0.0)
             rdV.fill(0.0)
         cute.arch.cp_async_wait_group(0)

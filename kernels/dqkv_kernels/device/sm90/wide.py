@@ -1,4 +1,4 @@
-"""The main loop for wgmma, heads up to 256 wide: dK and dV are taken transposed, and each warpgroup owns half their width.
+"""The main loop for wgmma, heads up to 256 wide: dK and dV are transposed, each warpgroup owns half their width.
 
 Two warpgroups could not hold dK and dV of 128 keys by 256 columns. So a tile has 64 keys, S and dP are taken with
 queries as rows, half of the keys a warpgroup, and P and dS pass through shared memory.
@@ -37,7 +37,7 @@ class WideMainLoop90(MainLoop):
         }[name]
 
     def tiled_mmas(self):
-        """wgmma for S and dP (queries, half of the keys), dV^T and dK^T (width, keys), dQ (queries, half of the width)."""
+        """wgmma for S and dP (queries, half the keys), dV^T and dK^T (width, keys), dQ (queries, half the width)."""
         tile = self.tile
 
         def mma(a_major, b_major, warpgroups, columns):
