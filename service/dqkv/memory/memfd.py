@@ -19,10 +19,15 @@ _F_SEAL_FUTURE_WRITE = 0x10
 def create(name: str, nbytes: int) -> int:
     """A new file of nbytes, in memory from its first to its last byte and sealed against a change of size.
 
-    `name` is for people who look at /proc. Raises QuotaBytes when the machine has no memory for it; OSError when no
-    file can be opened at all.
+    `name` is for people who look at /proc. Raises QuotaBytes when the machine has no memory for it, or this process
+    as many open files as it may have.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise errors.QuotaBytes("this server has no descriptor left for more memory", retry_after_s=1.0) from error
+        raise
     try:
         # A size alone promises nothing: without memory behind it, the first touch would end the process.
         os.posix_fallocate(fd, 0, nbytes)

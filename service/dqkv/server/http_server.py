@@ -11,6 +11,8 @@ import uvicorn
 from fastapi import FastAPI
 
 STOP_S = 2.0
+BACKLOG = 128
+"""Connections that wait to be accepted; while no descriptor is left, asyncio tries, and logs, as often in a row."""
 
 
 class HttpServer:
@@ -24,6 +26,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
+            backlog=BACKLOG,
             timeout_graceful_shutdown=int(STOP_S),
         )
         self._server = _Quiet(config)

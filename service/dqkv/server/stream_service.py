@@ -11,7 +11,7 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -124,9 +124,9 @@ class StreamServicer:
         began = time.monotonic()
         order = _order(stream.next_frame(), visit)
         visit.facts |= account.sizes(order)
-        opened: list[Job] = []
+        holding = _Holding()
         try:
-            job = stream.on_loop(self._open(order, visit, opened))
+            job = stream.on_loop(self._open(order, visit, holding))
             admitted = time.monotonic()
             job.fill_inline()
             _receive(stream, job)
@@ -145,12 +145,11 @@ class StreamServicer:
             ):
                 self._metrics.phase(phase, report.device, duration_s)
         finally:
-            # When the call ends while its job is opened or runs, that is cancelled on the loop before this is called.
-            self._loop.call_soon_threadsafe(_close, opened)
+            self._loop.call_soon_threadsafe(holding.end)
 
-    async def _open(self, order: Order, visit: Visit, opened: list[Job]) -> Job:
+    async def _open(self, order: Order, visit: Visit, holding: _Holding) -> Job:
         job = await self._desk.open(order, caller=visit.caller, deadline=visit.deadline)
-        opened.append(job)
+        holding.hold(job)
         return job
 
 
@@ -271,6 +270,24 @@ def _send(stream: _Stream, job: Job, report: Report) -> Iterator[framing.Respons
     yield from stream.send(pb.BackwardStreamResponse(trailer=sender.trailer()))
 
 
-def _close(jobs: Iterable[Job]) -> None:
-    for job in jobs:
-        job.close()
+class _Holding:
+    """The job of one call, on the loop: closed when the call ends, also when it is opened only after that.
+
+    A coroutine that is cancelled before its first step still takes that step, and may open a job in it.
+    """
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._ended = False
+
+    def hold(self, job: Job) -> None:
+        """Keeps the job until the end; closes it at once when that is past."""
+        if self._ended:
+            job.close()
+        self._job = job
+
+    def end(self) -> None:
+        """Closes the job, now or when it comes."""
+        self._ended = True
+        if self._job is not None:
+            self._job.close()
