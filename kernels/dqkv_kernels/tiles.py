@@ -81,9 +81,10 @@ def _row(
 
 
 def _wgmma_row(widths: tuple[int, int], steps: tuple[int, int], stages: tuple[int, int], main_loop: str) -> Tile:
-    """Two warpgroups, each with half of the columns of dQ. stages: of Q and of dO."""
+    """Two warpgroups, each with half of the columns of dQ, or half of its 128 rows. stages: of Q and of dO."""
     row = _row(widths, steps, stages[0], (4, 4, 4))
-    return replace(row, stages_dout=stages[1], dq_split="columns", main_loop=main_loop)
+    split = "rows" if steps[0] == 128 else "columns"
+    return replace(row, stages_dout=stages[1], dq_split=split, main_loop=main_loop)
 
 
 # A warp's part of each product is near square: the operands are then read from shared memory the fewest times.
@@ -96,8 +97,8 @@ _LARGE = (
     _row((128, 128), (64, 128), 2, (2, 2, 2)),
     # 96 keys of two unequal widths; a second stage of Q and dO would pass 163 KB
     _row((192, 128), (64, 96), 1, (4, 2, 2)),
-    # dK and dV of 64 keys take 96 registers a thread, of 96 keys 144, which would spill
-    _row((192, 192), (64, 64), 2, (4, 2, 2)),
+    # dK and dV of 64 keys take 96 registers a thread; of 96 keys 144, which spills, as do two warps along dQ's rows
+    _row((192, 192), (64, 64), 2, (4, 2, 4)),
     # two stages of 64 x 256 would pass 163 KB
     _row((256, 256), (64, 64), 1, (4, 2, 2)),
 )
@@ -120,8 +121,8 @@ _SMALL = (
 # since half of 96 columns is no whole number of swizzled blocks; 192 that of 256, since 192 rows of dK^T are no whole
 # number of 64-row products for each of two warpgroups.
 _WGMMA = (
-    # 128 queries a step would spill: S and dP take 64 registers each
-    _wgmma_row((64, 64), (64, 128), (3, 2), "sm90"),
+    # 128 queries a step halve the barriers a key; dP starts after the softmax, or its registers would spill
+    _wgmma_row((64, 64), (128, 128), (3, 2), "sm90"),
     _wgmma_row((128, 128), (64, 128), (3, 2), "sm90"),
     # dK^T and dV^T of 64 keys take 128 registers a thread, of 128 keys they do not fit
     _wgmma_row((256, 128), (64, 64), (2, 2), "sm90_wide"),

@@ -198,8 +198,8 @@ class MainLoop90(MainLoop):
                 start(mma_k, rdK, dS_t[None, None, None, stage_dout], Q_t[None, None, None, stage_q], accumulate)
                 warpgroup.wait_group(2)  # dQ of tile i
                 self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
-                if const_expr(self.softcap):
-                    # the softcap needs the registers that dP would hold meanwhile
+                if const_expr(self.softcap or tile_m > MMA_ROWS):
+                    # the softcap, and S of a tall tile, need the registers that dP would hold meanwhile
                     warpgroup.wait_group(1)  # S of tile i + 1
                     P = self.softmax(rS, mma_s, mask, sLse, scales, next_m, n, next_q, tid)
                     start(mma_s, rdP, V, dO[None, None, None, next_dout], False)

@@ -139,18 +139,19 @@ class WideMainLoop90(MainLoop):
             lse = self.of_rows(mine, sLse, half_n, stage)
             probabilities(rS, rP, lse, place, mask, scales, m, n, 1, self.softcap)
             self.put_half(rP, mma_s, sP, wg, lane)
-            warpgroup.wait_group(0)  # dP
+            meet()  # P is whole
+            start(mma_kv, rdV, dO_t[None, None, None, stage], P_t, True)
+            warpgroup.wait_group(1)  # dP
             row_delta = self.of_rows(mine, sDelta, half_n, stage)
             for j in cutlass.range_constexpr(cute.size(rdP)):
                 rdP[j] = rS[j] * (rdP[j] - row_delta[j])
             rdS = cute.make_rmem_tensor_like(rdP, self.dtype)
             rdS.store(rdP.load().to(self.dtype))
             self.put_half(rdS, mma_s, sdS, wg, lane)
-            meet()  # P and dS are whole
+            meet()  # dS is whole
             start(mma_q, rdQ, dS, K_t, False)
-            start(mma_kv, rdV, dO_t[None, None, None, stage], P_t, True)
             start(mma_kv, rdK, Q_t[None, None, None, stage], dS_t, True)
-            warpgroup.wait_group(2)  # dQ
+            warpgroup.wait_group(1)  # dV and dQ
             self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
             warpgroup.wait_group(0)
             head, m, stage = next_head, next_m, 1 - stage
