@@ -1,4 +1,4 @@
-"""The command line: serve, demo, check and bench."""
+"""The command line: serve, demo, check, bench and kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from dqkv.courier import Door
 
 app = typer.Typer(name="dqkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+kernels = typer.Typer(no_args_is_help=True, help="Build GPU kernels ahead of time, list and verify them.")
+app.add_typer(kernels, name="kernels")
 
 SERVER_MODULES = (
     "fastapi",
@@ -34,6 +36,10 @@ Certificate = Annotated[Path | None, typer.Option(help="PEM file of our own cert
 Key = Annotated[Path | None, typer.Option(help="PEM file of the certificate's key")]
 ServerName = Annotated[str | None, typer.Option(help="name in the server's certificate, if it is not the host")]
 TokenFile = Annotated[Path | None, typer.Option(help="file that holds a bearer token")]
+
+
+KernelDirectory = Annotated[Path, typer.Option("--out", help="directory of the built kernels")]
+KERNELS = Path("build") / "kernels"
 
 
 def main() -> None:
@@ -73,6 +79,36 @@ def serve(
         typer.echo(f"cannot start: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(run(loaded))
+
+
+@kernels.command("build")
+def build_kernels(
+    out: KernelDirectory = KERNELS,
+    arch: Annotated[str, typer.Option(help="families of kernels, comma-separated")] = "80,90",
+    target: Annotated[str, typer.Option(help="targets of the compiler, comma-separated")] = "sm_80,sm_90a",
+    key: Annotated[list[str] | None, typer.Option(help="the name of one kernel, instead of arch and target")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="compilers at a time")] = 2,
+) -> None:
+    """Build what is missing of the kernels that any valid request can need; needs the compile extra, but no GPU."""
+    from dqkv.cli.kernels import run_build
+
+    raise typer.Exit(run_build(arch, target, key or [], out, processes))
+
+
+@kernels.command("list")
+def list_kernels(out: KernelDirectory = KERNELS) -> None:
+    """Print every kernel and whether it is built."""
+    from dqkv.cli.kernels import run_list
+
+    raise typer.Exit(run_list(out))
+
+
+@kernels.command("verify")
+def verify_kernels(out: KernelDirectory = KERNELS) -> None:
+    """Check that the built kernels are whole and of this source; exit code 0 when they are."""
+    from dqkv.cli.kernels import run_verify
+
+    raise typer.Exit(run_verify(out))
 
 
 @app.command()

@@ -1,0 +1,153 @@
+"""Builds listed kernels ahead of time, several processes at once, and says which artifacts are there and whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from time import monotonic
+
+from dqkv import errors
+from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
+from dqkv_kernels.key import Kernel, KernelKey
+from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, rows_of
+
+INPUT_DTYPES = ("bf16", "fp16")
+
+
+class BuildFailed(errors.InternalFault):
+    """The compiler refused a kernel; the message names the key and ends with the compiler's own words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """One key's outcome: seconds it took (0 when it was already there), and the error's text, "" when there is none."""
+
+    key: KernelKey
+    seconds: float
+    error: str = ""
+
+
+def default_set(arch: int, target: str) -> tuple[KernelKey, ...]:
+    """Every kernel of an arch that some problem needs on a target. Raises ArchUnavailable for a pair not made."""
+    if target not in ARCH_TARGETS.get(arch, ()):
+        pairs = ", ".join(f"{a}: {'/'.join(targets)}" for a, targets in ARCH_TARGETS.items())
+        raise errors.ArchUnavailable(f"arch {arch} for target {target} is not made, only {pairs}", field="arch")
+
+    def key(kernel: Kernel, dtype: str, head_dim: int, **facts: object) -> KernelKey:
+        return KernelKey(kernel=kernel, arch=arch, target=target, dtype=dtype, head_dim=head_dim, **facts)  # type: ignore[arg-type]
+
+    widths = [(row.head_dim, row.head_dim_v) for row in rows_of(arch, target)]
+    keys = []
+    if arch == STATISTICS_ARCH:
+        for dtype, head_dim, softcap in product(INPUT_DTYPES, sorted({pair[0] for pair in widths}), (False, True)):
+            keys.append(key(Kernel.STATISTICS, dtype, head_dim, softcap=softcap))
+    for (head_dim, head_dim_v), dtype in product(widths, INPUT_DTYPES):
+        keys.append(key(Kernel.PREPROCESS, dtype, head_dim, head_dim_v=head_dim_v))
+        for softcap, grad_dtype in product((False, True), (dtype, "fp32")):
+            keys.append(
+                key(Kernel.MAIN_LOOP, dtype, head_dim, head_dim_v=head_dim_v, softcap=softcap, grad_dtype=grad_dtype)
+            )
+    for (head_dim, head_dim_v), dtype in product(widths, (*INPUT_DTYPES, "fp32")):
+        keys.append(key(Kernel.POSTPROCESS, dtype, head_dim, head_dim_v=head_dim_v))
+    return tuple(keys)
+
+
+def missing(keys: Iterable[KernelKey], directory: Path) -> tuple[KernelKey, ...]:
+    """The keys whose artifact is not there, not whole, or of other source."""
+
+    def absent(key: KernelKey) -> bool:
+        try:
+            artifacts.verify(key)
+        except (ArtifactMissing, ArtifactForeign):
+            return True
+        return False
+
+    artifacts = Artifacts(directory)
+    return tuple(key for key in keys if absent(key))
+
+
+def build(
+    keys: Sequence[KernelKey], directory: Path, processes: int = 2, progress: Callable[[Built], None] | None = None
+) -> tuple[Built, ...]:
+    """Builds what is missing of `keys` into `directory`, and reports every key as it is done; failures do not stop it.
+
+    Each process compiles its share one key after the other. The compiler is imported there only, never here.
+    """
+    wanted = set(missing(keys, directory))
+    done = [Built(key=key, seconds=0.0) for key in keys if key not in wanted]
+    for built in done:
+        if progress:
+            progress(built)
+    # neighbours take about equally long: dealt out in turn, the shares do too
+    todo = [key for key in keys if key in wanted]
+    shares = [todo[i::processes] for i in range(processes) if todo[i::processes]]
+
+    def run(share: Sequence[KernelKey]) -> list[Built]:
+        outcome = []
+        for built in _compile(share, directory):
+            outcome.append(built)
+            if progress:
+                progress(built)
+        return outcome
+
+    with ThreadPoolExecutor(max_workers=max(len(shares), 1)) as pool:
+        for outcome in pool.map(run, shares):
+            done += outcome
+    return tuple(done)
+
+
+def build_one(key: KernelKey, directory: Path) -> None:
+    """Builds one key in a process of its own. Raises BuildFailed."""
+    (outcome,) = build([key], directory, processes=1)
+    if outcome.error:
+        raise BuildFailed(f"kernel {key.name}: {outcome.error}")
+
+
+def _compile(share: Sequence[KernelKey], directory: Path) -> Iterator[Built]:
+    """Runs this module as a program over a share, and yields each key's outcome as its line arrives."""
+    lines = "".join(json.dumps(key.as_dict()) + "\n" for key in share)
+    command = [sys.executable, "-m", "dqkv_kernels.build", str(directory)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise BuildFailed("the compiler's process has no pipes")
+        # the requests are a few kilobytes, less than a pipe holds, so writing them first cannot block
+        process.stdin.write(lines)
+        process.stdin.close()
+        left = list(share)
+        for line in process.stdout:
+            if not line.startswith("{"):
+                continue
+            answer = json.loads(line)
+            left.pop(0)
+            yield Built(key=KernelKey.from_dict(answer["key"]), seconds=answer["seconds"], error=answer["error"])
+        if left:
+            tail = process.stderr.read()[-2000:]
+            for key in left:
+                yield Built(key=key, seconds=0.0, error=f"the compiler's process ended early: {tail}")
+
+
+def _serve(directory: Path) -> None:
+    """Compiles the keys that come in, one JSON line each, and answers each with one."""
+    from dqkv_kernels.compiler import compile_key
+
+    for line in sys.stdin:
+        key, start, error = KernelKey.from_dict(json.loads(line)), monotonic(), ""
+        try:
+            compile_key(key, directory)
+        except Exception as problem:  # noqa: BLE001 - whatever the compiler raises is this key's outcome
+            error = f"{type(problem).__name__}: {problem}"
+        answer = {"key": key.as_dict(), "seconds": monotonic() - start, "error": error}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""Which kernels are gated, and what NVIDIA's assembler says of their PTX: registers, spills, stack and warnings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+
+from dqkv_kernels.build import default_set
+from dqkv_kernels.key import Kernel, KernelKey
+
+DIRECTORY = Path(__file__).parents[1] / "build" / "kernels"
+WHOLE = ((80, "sm_80"), (80, "sm_90a"), (90, "sm_90a"))
+"""Families and targets whose whole default set is gated; of the others the main loops, whose tiles are their own."""
+MAIN_LOOPS = ((80, "sm_86"), (80, "sm_120"))
+
+
+def gated_keys() -> list[KernelKey]:
+    """Every key that the gates look at."""
+    keys = [key for pair in WHOLE for key in default_set(*pair)]
+    for pair in MAIN_LOOPS:
+        keys += [key for key in default_set(*pair) if key.kernel is Kernel.MAIN_LOOP and key.dtype == "bf16"]
+    return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The assembler's report on one kernel; bytes a thread."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+def ptxas() -> Path:
+    """The assembler that the wheel nvidia-cuda-nvcc carries. Raises PackageNotFoundError without it."""
+    files = distribution("nvidia-cuda-nvcc").files or []
+    return next(Path(str(file.locate())) for file in files if file.name == "ptxas")
+
+
+def assemble(ptx: Path, target: str) -> Assembly:
+    """Assembles for a target and reads the report. Raises CalledProcessError when the assembler refuses the PTX."""
+    command = [str(ptxas()), "-v", f"-arch={target}", str(ptx), "-o", "/dev/null"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+    def total(pattern: str) -> int:
+        return sum(int(number) for number in re.findall(pattern, text))
+
+    return Assembly(
+        registers=total(r"Used (\d+) registers"),
+        stack_bytes=total(r"(\d+) bytes stack frame"),
+        spill_bytes=total(r"(\d+) bytes spill (?:stores|loads)"),
+        warnings=tuple(line for line in text.splitlines() if "warning" in line.lower()),
+    )
