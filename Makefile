@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+COMPILER := $(VENV)/.compiler
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help demo serve test test-large test-interpreters check fix proto check-proto kernels bench
+.PHONY: help demo serve test test-large test-kernels test-interpreters check fix proto check-proto kernels bench
 
 help:
-	@echo "make demo | serve | test | test-large | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
+	@echo "make demo | serve | test | test-large | test-kernels | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
 
 demo: $(INSTALLED)
 	$(BIN)/dqkv demo
@@ -45,9 +46,12 @@ check-proto: $(INSTALLED)
 	rm -rf build/proto && mkdir -p build/proto && $(MAKE) --no-print-directory proto GENERATED=build/proto
 	diff -r --exclude=__pycache__ --exclude=__init__.py build/proto/dqkv/v1 service/dqkv/v1
 
-kernels: $(INSTALLED)
-	$(PIP) --no-build-isolation -e '.[compile]'
+kernels: $(COMPILER)
 	$(BIN)/dqkv kernels build
+
+# Compiles every kernel of the default sets without a GPU, about five minutes on two cores; kept while nothing changes.
+test-kernels: $(COMPILER)
+	$(BIN)/pytest tests/kernels
 
 bench: $(INSTALLED)
 	set -e; for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
@@ -58,4 +62,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation -e '.[server,client-torch,dev]'
+	@touch $@
+
+$(COMPILER): $(INSTALLED)
+	$(PIP) --no-build-isolation -e '.[compile,gates]'
 	@touch $@
