@@ -234,7 +234,7 @@ def test_calls_come_over_the_unix_socket_too(tmp_path: Path) -> None:
 # ---- cancellation
 def test_a_cancelled_call_stops_its_work(server: Running, channel: grpc.Channel, bulk: grpc.Channel) -> None:
     # Much work in few bytes: every query sees every key.
-    shape = [1, 16384, 8, 8]
+    shape = [1, 32768, 8, 8]
     heavy = pb.BackwardRequest(
         problem=pb.Problem(
             tensors=[
