@@ -27,13 +27,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.max_receive_message_length", 64 * MIB),
     # Larger frames move bulk data 1.2 to 1.3 times as fast as the default 16 KiB.
     ("grpc.http2.max_frame_size", 16 * MIB - 1),
-    ("grpc.optimization_target", "throughput"),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # What may be sent again is decided by the reason of the error, not by the transport.
     ("grpc.enable_retries", 0),
-    # A caller without other proof is its connection: two clients of one process are two callers.
+    # Two clients of one process do not share a connection, nor its flow control.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

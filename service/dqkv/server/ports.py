@@ -46,11 +46,10 @@ def grpc_options(message_bytes: int) -> list[tuple[str, Any]]:
         # Two servers on one port would share its calls between them, and nobody would notice.
         ("grpc.so_reuseport", 0),
         ("grpc.http2.max_frame_size", FRAME_NBYTES_LIMIT),
-        ("grpc.optimization_target", "throughput"),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_S * 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_S * 1000),
         ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
     ]
 
