@@ -12,7 +12,8 @@ import pytest
 import dqkv
 from dqkv import errors
 from dqkv.client.arrays import dense_bytes, dtype_of, host_array, integers, raw_view
-from dqkv.client.request import BACKWARD_ARGUMENTS, ELSEWHERE, Request, check_outputs
+from dqkv.client.outputs import check_outputs
+from dqkv.client.request import BACKWARD_ARGUMENTS, ELSEWHERE, Request
 from dqkv.problem import Arch, LseScope, Window
 from dqkv.tensor import DType
 

@@ -56,6 +56,22 @@ def is_torch(array: Array) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def is_on_host(array: Array) -> bool:
+    """Whether this array's elements lie in this process's memory."""
+    return not is_torch(array) or array.device.type == "cpu"
+
+
+def refuse_unwritable(role: str, tensor: torch.Tensor) -> None:
+    """Raises what is wrong with a torch tensor, on any device, as memory that values are written to.
+
+    DTypeMismatch where it holds no values or has no strides, OptionInvalid where it is a view that negates another.
+    """
+    refuse_meta(role, tensor)
+    _refuse_layout(role, tensor)
+    if tensor.is_neg():
+        raise errors.OptionInvalid(f"{role} is memory that cannot be written: a view that negates another", field=role)
+
+
 def host_array(role: str, array: Array) -> HostArray:
     """The host memory of an array of any shape and strides, copied only from another device.
 
@@ -131,8 +147,7 @@ def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
 
     refuse_meta(role, tensor)
     plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        raise errors.DTypeMismatch(f"{role} has layout {plain.layout}, must be strided", field=role)
+    _refuse_layout(role, plain)
     if str(plain.dtype) not in _TORCH_NAMES:
         raise _unknown_dtype(role, plain.dtype)
     if plain.device.type != "cpu":
@@ -143,6 +158,11 @@ def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
     if plain.dtype is torch.bfloat16:
         return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return plain.numpy()
+
+
+def _refuse_layout(role: str, tensor: torch.Tensor) -> None:
+    if str(tensor.layout) != "torch.strided":
+        raise errors.DTypeMismatch(f"{role} has layout {tensor.layout}, must be strided", field=role)
 
 
 def _unknown_dtype(field: str, dtype: Any) -> errors.DTypeMismatch:

@@ -13,8 +13,9 @@ from dqkv.client.call import Call
 from dqkv.client.capabilities import Capabilities, Estimate, Health, estimate_of
 from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
 from dqkv.client.endpoint import Endpoint, Tls
+from dqkv.client.outputs import check_outputs
 from dqkv.client.regions import AsyncRegion, OpeningRegion, Region, RegionTable
-from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, check_outputs, choice, known_only, number
+from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, choice, known_only, number
 from dqkv.client.retry import Retry
 from dqkv.client.segment import Kind
 from dqkv.client.waiting import OnLoop, OnThread, Waiting, finish
@@ -76,7 +77,8 @@ class AsyncClient:
         """
         known_only("backward", given, BACKWARD_ARGUMENTS)
         request = Request(q=q, k=k, v=v, dout=dout, **given)
-        return request.answer(await self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
+        problem = request.problem()
+        return request.answer(await self.submit(problem, request.outputs(problem), timeout_s=timeout_s))
 
     async def submit(
         self,
@@ -190,7 +192,8 @@ class Client:
         """The gradients of attention; see AsyncClient.backward for shapes and errors."""
         known_only("backward", given, BACKWARD_ARGUMENTS)
         request = Request(q=q, k=k, v=v, dout=dout, **given)
-        return request.answer(self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
+        problem = request.problem()
+        return request.answer(self.submit(problem, request.outputs(problem), timeout_s=timeout_s))
 
     def submit(
         self,

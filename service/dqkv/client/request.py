@@ -21,17 +21,16 @@ from dqkv.client.arrays import (
     host_array,
     host_tensor,
     integers,
+    is_on_host,
     is_torch,
-    refuse_meta,
+    refuse_unwritable,
 )
+from dqkv.client.outputs import check_outputs
 from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Gradients, Lengths, LseScope, Options, Problem, Window
 from dqkv.tensor import Tensor
 
 C = TypeVar("C", bound=StrEnum)
 D = TypeVar("D")
-
-OVERLAP_WORK = 100_000
-"""Steps spent on telling interleaved views apart; what is harder counts as overlapping."""
 
 
 class GivenOptions(TypedDict, total=False):
@@ -151,13 +150,17 @@ class Request:
             options=self._options(),
         )
 
-    def outputs(self) -> dict[str, HostArray]:
-        """The caller's own memory for gradients, by role, where it is this machine's. Raises DTypeMismatch."""
-        given = {role: getattr(self, role) for role in GRADIENT_ROLES}
+    def outputs(self, problem: Problem[HostArray]) -> dict[str, HostArray]:
+        """The caller's own memory for gradients, by role, where it is this machine's.
+
+        What lies on another device is written by `answer`, and checked here; raises what `check_outputs` does.
+        """
+        given = {role: getattr(self, role) for role in GRADIENT_ROLES if getattr(self, role) is not None}
         for role, array in given.items():
             if is_torch(array):
-                refuse_meta(role, array)
-        return {role: host_array(role, array) for role, array in given.items() if _on_host(array)}
+                refuse_unwritable(role, array)
+        check_outputs(problem, {role: array for role, array in given.items() if not is_on_host(array)})
+        return {role: host_array(role, array) for role, array in given.items() if is_on_host(array)}
 
     def answer(self, gradients: Gradients[HostArray]) -> Gradients[Array]:
         """The gradients as the kind of arrays that q is, or as the caller's own arrays where he gave them."""
@@ -167,8 +170,8 @@ class Request:
             if own is None or host is None:
                 arrays[role] = None if host is None else home.give(host)
                 continue
-            if not _on_host(own):
-                own.copy_(as_torch(host))
+            if not is_on_host(own):
+                own.detach().copy_(as_torch(host))
             arrays[role] = own
         return Gradients(**arrays, report=gradients.report)
 
@@ -202,30 +205,6 @@ class Request:
         return replace(window, right=0) if _flag("causal", self.causal) else window
 
 
-def check_outputs(problem: Problem[HostArray], outputs: Mapping[str, HostArray]) -> None:
-    """Refuses memory for gradients that does not fit the problem, or that an input lies in.
-
-    Raises ShapeMismatch, DTypeMismatch, OptionInvalid (not writable, a role the problem does not give) and
-    RegionOverlap: a request that is sent again after half an answer would read its own gradients as inputs.
-    """
-    wanted = problem.gradients
-    for role, array in outputs.items():
-        if role not in wanted:
-            raise errors.OptionInvalid(f"{role} was given memory, but this problem has no such gradient", field=role)
-        have = host_tensor(role, array)
-        if have.shape != wanted[role].shape:
-            raise errors.ShapeMismatch(f"{role} has shape {have.shape}, must be {wanted[role].shape}", field=role)
-        if have.dtype is not wanted[role].dtype:
-            raise errors.DTypeMismatch(
-                f"{role} is {have.dtype}, this problem's is {wanted[role].dtype} (grad_dtype)", field=role
-            )
-        if not array.flags.writeable or 0 in _strides_over_more_than_one(array):
-            raise errors.OptionInvalid(f"{role} is memory that cannot be written, or is expanded", field=role)
-        for other, tensor in problem.tensors.items():
-            if _overlap(array, tensor.data):
-                raise errors.RegionOverlap(f"{role} overlaps the input {other}", field=role)
-
-
 def known_only(function: str, given: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises TypeError for an argument that the function of this name does not have, with the nearest that it has."""
     for name in given:
@@ -251,23 +230,6 @@ def choice(field: str, kind: type[C], value: str) -> C:
     except ValueError:
         known = ", ".join(kind)
         raise errors.OptionInvalid(f"{field} is {value!r}, must be one of {known}", field=field) from None
-
-
-def _strides_over_more_than_one(array: HostArray) -> list[int]:
-    return [stride for size, stride in zip(array.shape, array.strides, strict=True) if size > 1]
-
-
-def _overlap(one: HostArray, other: HostArray) -> bool:
-    if not np.may_share_memory(one, other):
-        return False
-    try:
-        return np.shares_memory(one, other, max_work=OVERLAP_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _on_host(array: Array | None) -> bool:
-    return array is not None and (not is_torch(array) or array.device.type == "cpu")
 
 
 def _flag(field: str, value: Any) -> bool:
