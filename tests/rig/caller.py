@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from dqkv.server.identity import SESSION_NBYTES
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
+from dqkv.wire import SESSION_HEADER
 
 from . import wire
 from .memory import PosixMemory
@@ -23,7 +26,7 @@ SECRETS = re.compile(r"/dev/shm|/proc/|Traceback|\.py\b|site-packages|memfd:|Fil
 
 
 class Caller:
-    """A connection to each port, and so by itself a caller of its own; `metadata` travels with every call."""
+    """A connection to each port, one caller by a session of its own; `metadata` travels with every call."""
 
     def __init__(
         self,
@@ -34,7 +37,8 @@ class Caller:
         credentials: grpc.ChannelCredentials | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        self.metadata = [*metadata, *([] if token is None else [("authorization", f"Bearer {token}")])]
+        session = (SESSION_HEADER, secrets.token_hex(SESSION_NBYTES))
+        self.metadata = [session, *metadata, *([] if token is None else [("authorization", f"Bearer {token}")])]
         self.channel, self.bulk = (
             _open(f"{host}:{server.address[port]}", credentials) for port in ("grpc_port", "stream_port")
         )
@@ -72,12 +76,6 @@ class Caller:
         return refusal(lambda: list(self.stream(frames, timeout_s=timeout_s)))
 
     # ---- the calls that most tests make
-    def join(self) -> Caller:
-        """Takes the session that makes calls on both its connections one caller's."""
-        answer = self.ask(self.facts.GetCapabilities, pb.GetCapabilitiesRequest())
-        self.metadata.append(("dqkv-session", answer.session))
-        return self
-
     def register(self, memory: PosixMemory, nbytes: int | None = None, **fields: Any) -> bytes:
         """The handle of a segment. Raises grpc.RpcError."""
         return bytes(

@@ -24,6 +24,7 @@ from dqkv.v1 import gradient_pb2 as pb
 NBYTES = 8192
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT, "REGION_INVALID")
 NOT_OWNED = (grpc.StatusCode.PERMISSION_DENIED, "REGION_NOT_OWNED")
+NO_SESSION = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
 UNKNOWN = (grpc.StatusCode.NOT_FOUND, "REGION_UNKNOWN")
 NOBODY = 65534
 
@@ -173,7 +174,7 @@ def test_a_size_above_what_the_wire_can_say_is_a_negative_one(caller: Caller, me
     raw = pb.RegisterRegionRequest(posix=pb.PosixSharedMemory(name=memory.name)).SerializeToString()
     raw += bytes((3 << 3,)) + b"\xff" * 9 + b"\x01"
     call = caller.channel.unary_unary("/dqkv.v1.RegionService/RegisterRegion")
-    refused = refusal(lambda: call(raw, timeout=10))
+    refused = refusal(lambda: call(raw, timeout=10, metadata=caller.metadata))
     assert (refused.code, refused.reason) == INVALID
     assert "-1" in refused.message
 
@@ -198,6 +199,50 @@ def test_one_caller_holds_as_many_regions_as_it_may_and_others_their_own(server:
         for handle in handles:
             caller.ask(caller.regions.ReleaseRegion, pb.ReleaseRegionRequest(handle=handle))
         assert caller.register(memory)
+
+
+# ---- whose they are
+def test_who_comes_from_the_address_of_a_caller_is_not_that_caller(caller: Caller, memory: PosixMemory) -> None:
+    """Calls on one connection have one address, as have a caller and whoever binds its port after it."""
+    handle = caller.register(memory)
+    one = sample()
+    for session in (caller.metadata[0][1][:-2], "", secrets.token_hex(32), None):
+        caller.metadata = [] if session is None else [("dqkv-session", session)]
+        given = caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).session
+        if session is not None and len(session) == 64:
+            assert caller.list_regions() == []
+            wanted = UNKNOWN
+            assert given == session
+        else:
+            listed = caller.refused(caller.regions.ListRegions, pb.ListRegionsRequest())
+            assert (listed.code, listed.reason, listed.field) == (*NO_SESSION, "dqkv-session")
+            registered = caller.refused(caller.regions.RegisterRegion, posix(memory.name, NBYTES))
+            assert (registered.code, registered.reason) == NO_SESSION
+            wanted = NO_SESSION
+        request = unary_request(one)
+        request.problem.tensors[0].region.handle = handle
+        for method, message in (
+            (caller.regions.ProbeRegion, pb.ProbeRegionRequest(handle=handle, nbytes=1)),
+            (caller.regions.RenewRegion, pb.RenewRegionRequest(handle=handle)),
+            (caller.regions.ReleaseRegion, pb.ReleaseRegionRequest(handle=handle)),
+            (caller.gradients.Backward, request),
+        ):
+            refused = caller.refused(method, message)
+            assert (refused.code, refused.reason) == wanted
+        # What it is given instead is its own.
+        caller.metadata = [("dqkv-session", given)]
+        assert caller.list_regions() == []
+
+
+def test_a_session_owns_its_regions_on_every_connection(server: Running, caller: Caller, memory: PosixMemory) -> None:
+    caller.metadata = []
+    session = ("dqkv-session", caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).session)
+    caller.metadata = [session]
+    handle = caller.register(memory)
+    with Caller(server, metadata=[session]) as reconnected:
+        assert [region.handle for region in reconnected.list_regions()] == [handle]
+        reconnected.ask(reconnected.regions.ReleaseRegion, pb.ReleaseRegionRequest(handle=handle))
+    assert caller.list_regions() == []
 
 
 # ---- memfds

@@ -93,7 +93,7 @@ def test_capabilities_tell_limits_devices_and_ports(server: Running, channel: gr
     assert answer.limits.head_dim == 256
     assert [(device.name, device.state) for device in answer.devices] == [("cpu:0", pb.DEVICE_STATE_OK)]
     assert pb.DATA_TYPE_BF16 in answer.devices[0].dtypes
-    assert len(bytes.fromhex(answer.session)) == 16
+    assert len(bytes.fromhex(answer.session)) == 32
     assert any("GPU" in note for note in answer.notes)
 
 
@@ -174,7 +174,12 @@ REFUSED: dict[str, tuple[Callable[[pb.BackwardRequest], None], grpc.StatusCode, 
     "a_streamed_tensor_in_a_unary_call": (_mark_streamed, INVALID, "MESSAGE_INVALID", "q"),
     "a_flipped_bit": (_flip, grpc.StatusCode.DATA_LOSS, "CHECKSUM_MISMATCH", "checksum"),
     "a_request_id_that_is_too_long": (_long_id, INVALID, "MESSAGE_INVALID", "request_id"),
-    "a_region_of_nobody": (_foreign_region, grpc.StatusCode.NOT_FOUND, "REGION_UNKNOWN", "q"),
+    "a_region_without_a_session": (
+        _foreign_region,
+        grpc.StatusCode.UNAUTHENTICATED,
+        "UNAUTHENTICATED",
+        "dqkv-session",
+    ),
 }
 
 
@@ -279,7 +284,7 @@ def test_errors_never_show_paths_segments_or_tracebacks(channel: grpc.Channel, b
         said.append(refusal(channel, request).message)
     request = pb.RegisterRegionRequest(nbytes=64, posix=pb.PosixSharedMemory(name="/dqkv-no-such-segment"))
     with failing() as found:
-        stubs.RegionServiceStub(channel).RegisterRegion(request, timeout=10)
+        stubs.RegionServiceStub(channel).RegisterRegion(request, timeout=10, metadata=[("dqkv-session", "00" * 32)])
     said.append(found[0].message)
     with failing() as found:
         list(stream(bulk, []))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from dqkv import errors
-from dqkv.server.identity import RIGHTS, SESSIONS_LIMIT, Call, Doorkeeper
+from dqkv.server.identity import RIGHTS, Call, Doorkeeper
 from dqkv.settings import Right, Token
 from dqkv.v1 import gradient_pb2 as pb
 
@@ -48,35 +48,54 @@ def test_every_method_of_the_wire_has_a_right() -> None:
             assert RIGHTS[f"/{service.full_name}/{method.name}"] is Right.GRADIENT
 
 
-def test_without_proof_the_connection_is_the_caller() -> None:
-    keeper = door()
-    first, second = keeper.identify(call()), keeper.identify(call(peer="ipv4:127.0.0.1:5001"))
-    assert first.name == "peer:ipv4:127.0.0.1:5000"
-    assert second.name != first.name
+def test_without_proof_and_session_a_caller_owns_nothing() -> None:
+    """Whoever binds its port tomorrow has the same address."""
+    passing = door().identify(call())
+    assert Right.GRADIENT in passing.rights
+    with pytest.raises(errors.Unauthenticated, match="ask GetCapabilities for a session") as caught:
+        _ = passing.owner
+    assert caught.value.field == "dqkv-session"
 
 
-def test_a_session_makes_another_connection_the_same_caller() -> None:
+def test_each_caller_without_a_session_gets_one_of_its_own_even_at_one_address() -> None:
     keeper = door()
-    first = keeper.identify(call())
-    session = keeper.session(first)
+    sessions = {keeper.session(keeper.identify(call())) for _ in range(100)}
+    owners = {keeper.identify(call(session=session)).owner for session in sessions}
+    assert len(sessions) == len(owners) == 100
+    assert not [session for session in sessions if any(session in owner for owner in owners)], "names are logged"
+
+
+def test_a_session_makes_every_connection_the_same_caller() -> None:
+    keeper = door()
+    session = keeper.session(keeper.identify(call()))
+    first = keeper.identify(call(session=session))
     assert keeper.identify(call(peer="ipv4:127.0.0.1:5001", session=session)) == first
     assert keeper.session(first) == session
 
 
-def test_an_unknown_session_gives_nobody_elses_identity() -> None:
+def test_a_session_lasts_however_many_callers_come() -> None:
     keeper = door()
-    keeper.session(keeper.identify(call()))
-    for session in ("", "00" * 16, "not hex", "é"):
-        assert keeper.identify(call(peer="ipv4:127.0.0.1:6", session=session)).name == "peer:ipv4:127.0.0.1:6"
+    session = keeper.session(keeper.identify(call()))
+    owner = keeper.identify(call(session=session)).owner
+    for _ in range(10_000):
+        keeper.session(keeper.identify(call()))
+    assert keeper.identify(call(session=session)).owner == owner
 
 
-def test_the_oldest_sessions_are_forgotten() -> None:
+@pytest.mark.parametrize("session", ["", "not hex", "é", "00", "00" * 16, "00" * 31, "00" * 33])
+def test_what_is_no_session_owns_nothing(session: str) -> None:
+    with pytest.raises(errors.Unauthenticated):
+        _ = door().identify(call(session=session)).owner
+
+
+def test_no_part_of_a_unix_users_session_can_be_changed() -> None:
     keeper = door()
-    first = keeper.session(keeper.identify(call(peer="first")))
-    for number in range(SESSIONS_LIMIT):
-        keeper.session(keeper.identify(call(peer=f"peer {number}")))
-    assert keeper.identify(call(peer="x", session=first)).name == "peer:x"
-    assert keeper.session(keeper.identify(call(peer="first"))) != first
+    session = bytes.fromhex(keeper.session(keeper.identify(call(peer="unix:"))))
+    assert keeper.identify(call(session=session.hex())).uid == os.getuid()
+    for at in range(len(session)):
+        forged = session[:at] + bytes([session[at] ^ 1]) + session[at + 1 :]
+        assert keeper.identify(call(session=forged.hex())).uid is None
+    assert door().identify(call(session=session.hex())).uid is None, "another server gave it"
 
 
 def test_the_region_sockets_session_proves_a_unix_user() -> None:

@@ -1,4 +1,4 @@
-"""CapabilityService of the asyncio server: what this server is and can do, and the session of a connection."""
+"""CapabilityService of the asyncio server: what this server is and can do, and a session for its caller."""
 
 from __future__ import annotations
 

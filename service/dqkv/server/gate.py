@@ -137,7 +137,7 @@ class Refusal(Exception):
 
 
 def _unknown(context: Any) -> Identity:
-    return Identity(name=f"peer:{context.peer()}", rights=frozenset())
+    return Identity(name=f"peer:{context.peer()}", rights=frozenset(), lasting=False)
 
 
 def call_of(path: str, context: Any) -> Call:

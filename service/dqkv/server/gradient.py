@@ -190,7 +190,7 @@ class Desk:
         memory = _Memory()
         reads = order.in_regions
         if reads or order.outputs:
-            use = stack.enter_context(self._regions.use(caller.name, reads=reads, writes=order.outputs))
+            use = stack.enter_context(self._regions.use(caller.owner, reads=reads, writes=order.outputs))
             memory.blocks += use.blocks
             memory.inputs |= {role: use.tensors[role] for role in reads}
             memory.gradients |= {role: use.tensors[role] for role in order.outputs}

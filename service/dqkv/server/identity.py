@@ -1,4 +1,4 @@
-"""Who calls and what they may do: a certificate's name, a unix user, a bearer token, or the connection itself."""
+"""Who calls and what they may do: a certificate's name, a unix user, a bearer token, or whoever holds a session."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dqkv import errors
 from dqkv.settings import Right, Token
-from dqkv.wire import SESSION_HEADER
+from dqkv.wire import SECRET_NBYTES, SESSION_HEADER
 
-SESSIONS_LIMIT = 4096
-"""Sessions remembered; the one unused for longest is forgotten first."""
+SESSION_NBYTES = 32
+_UID_NBYTES = 8
 
 _GRADIENT = "/dqkv.v1.AttentionGradientService/"
 _REGION = "/dqkv.v1.RegionService/"
@@ -54,14 +53,28 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """A caller: its name ("cert:...", "uid:...", "token:...", "peer:..."), which owns regions, and its rights.
+    """A caller: its name ("cert:...", "uid:...", "token:...", "session:...", "peer:..."), and its rights.
 
-    uid is the unix user where the caller proved one.
+    uid is the unix user where the caller proved one; session is the one that the call came with, if it is one.
+    A "peer:..." proves nothing: its address is somebody else's tomorrow, so that its name owns nothing.
     """
 
     name: str
     rights: frozenset[Right]
     uid: int | None = None
+    session: str = ""
+    lasting: bool = True
+
+    @property
+    def owner(self) -> str:
+        """The name that its regions are kept under. Raises Unauthenticated for a caller that can own none."""
+        if not self.lasting:
+            raise errors.Unauthenticated(
+                f"regions belong to a caller that proves who it is: ask GetCapabilities for a session, "
+                f"and send it as metadata {SESSION_HEADER}",
+                field=SESSION_HEADER,
+            )
+        return self.name
 
     def require(self, right: Right) -> None:
         """Raises RightMissing when the caller lacks the right."""
@@ -70,7 +83,7 @@ class Identity:
 
 
 class Doorkeeper:
-    """Tells callers apart. Used by the loop and by bulk threads: what it changes, it changes in single steps."""
+    """Tells callers apart, by what each call brings alone: it remembers nobody, and any thread may ask it."""
 
     def __init__(
         self,
@@ -83,8 +96,7 @@ class Doorkeeper:
         self._tokens = {_digest(token.secret.get_secret_value()): token for token in tokens}
         self._certificates = certificates
         self._uid_of_session = uid_of_session
-        self._sessions: OrderedDict[str, Identity] = OrderedDict()
-        self._session_of: dict[str, str] = {}
+        self._key = secrets.token_bytes(32)
 
     @property
     def takes_anyone(self) -> bool:
@@ -95,44 +107,44 @@ class Doorkeeper:
         """The caller. Raises Unauthenticated for a wrong token, and without proof where proof is asked for."""
         token = self._token(call.metadata.get("authorization"))
         rights = _ALL if self.takes_anyone else frozenset() if token is None else _rights_of(token)
-        session = call.metadata.get(SESSION_HEADER, "")
+        session = _well_formed(call.metadata.get(SESSION_HEADER, ""))
         if self._certificates and call.certificate_names:
-            return Identity(name=f"cert:{call.certificate_names[0]}", rights=rights | _GRADIENT_ONLY)
-        known = self._sessions.get(session)
-        uid = self._uid(session, call.peer, known)
+            name = f"cert:{call.certificate_names[0]}"
+            return Identity(name=name, rights=rights | _GRADIENT_ONLY, session=session.hex())
+        uid = self._uid(session, call.peer)
         if uid is not None:
             own = _ALL if uid in (0, os.getuid()) else _GRADIENT_ONLY
             return Identity(name=f"uid:{uid}", rights=rights | own, uid=uid)
         if token is not None:
-            return Identity(name=f"token:{token.name}", rights=rights)
+            return Identity(name=f"token:{token.name}", rights=rights, session=session.hex())
         if not self.takes_anyone:
             raise errors.Unauthenticated(
                 "this server asks for a bearer token or a client certificate, none was given", field="authorization"
             )
-        return Identity(name=f"peer:{call.peer}" if known is None else known.name, rights=rights)
+        if len(session) == SESSION_NBYTES:
+            # Who knows the secret is the caller. The name is logged, and must not give the secret away.
+            name = f"session:{hashlib.sha256(session).hexdigest()[:32]}"
+            return Identity(name=name, rights=rights, session=session.hex())
+        return _passing(call.peer, rights)
 
     def authorize(self, call: Call) -> Identity:
         """The caller, if it may call the method. Raises Unauthenticated or RightMissing."""
         right = RIGHTS.get(call.method, Right.ADMIN)
         if right is None:
-            return Identity(name=f"peer:{call.peer}", rights=frozenset())
+            return _passing(call.peer)
         identity = self.identify(call)
         identity.require(right)
         return identity
 
     def session(self, identity: Identity) -> str:
-        """The secret that makes calls on other connections this caller's; the same for the same caller."""
-        known = self._session_of.get(identity.name)
-        if known is not None:
-            self._sessions.move_to_end(known)
-            return known
-        minted = secrets.token_hex(16)
-        self._sessions[minted] = identity
-        self._session_of[identity.name] = minted
-        while len(self._sessions) > SESSIONS_LIMIT:
-            _, forgotten = self._sessions.popitem(last=False)
-            del self._session_of[forgotten.name]
-        return minted
+        """The secret that makes calls on any connection this caller's: the one it sent, else a new one.
+
+        A unix user's says who it is, so that its streams, which come by TCP, are its own; others' are random.
+        """
+        if identity.uid is not None:
+            payload = identity.uid.to_bytes(_UID_NBYTES, "big")
+            return (payload + self._mac(payload)).hex()
+        return identity.session or secrets.token_hex(SESSION_NBYTES)
 
     def _token(self, header: str | None) -> Token | None:
         if header is None:
@@ -149,16 +161,32 @@ class Doorkeeper:
             raise errors.Unauthenticated("the bearer token is not known to this server", field="authorization")
         return found
 
-    def _uid(self, session: str, peer: str, known: Identity | None) -> int | None:
+    def _uid(self, session: bytes, peer: str) -> int | None:
         if peer.startswith("unix:"):
             # The socket's file lets its owner in and nobody else.
             return os.getuid()
-        if known is not None and known.uid is not None:
-            return known.uid
-        try:
-            return self._uid_of_session(bytes.fromhex(session)) if session else None
-        except ValueError:
+        if not session:
             return None
+        payload = session[:_UID_NBYTES]
+        if len(session) == SESSION_NBYTES and hmac.compare_digest(self._mac(payload), session[_UID_NBYTES:]):
+            return int.from_bytes(payload, "big")
+        return self._uid_of_session(session)
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, "sha256")[: SESSION_NBYTES - _UID_NBYTES]
+
+
+def _passing(peer: str, rights: frozenset[Right] = frozenset()) -> Identity:
+    return Identity(name=f"peer:{peer}", rights=rights, lasting=False)
+
+
+def _well_formed(session: str) -> bytes:
+    """The bytes of a session of this server or of its region socket, empty for anything else."""
+    try:
+        raw = bytes.fromhex(session)
+    except ValueError:
+        return b""
+    return raw if len(raw) in (SESSION_NBYTES, SECRET_NBYTES) else b""
 
 
 def _rights_of(token: Token) -> frozenset[Right]:

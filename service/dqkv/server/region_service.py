@@ -23,7 +23,7 @@ _ACCESS_NUMBERS = {access: number for number, access in _ACCESS.items()}
 
 
 class RegionServicer:
-    """RegionService; every region belongs to the caller that registered it."""
+    """RegionService; every region belongs to the caller that registered it. Who can own none gets Unauthenticated."""
 
     def __init__(self, *, gate: Gate, table: RegionTable, mailbox: FdMailbox | None) -> None:
         """mailbox: where memfds arrive, None when there is no region socket."""
@@ -53,9 +53,10 @@ class RegionServicer:
         access = _ACCESS.get(request.access)
         if access is None:
             raise errors.RegionInvalid(f"access is {request.access}, which this server does not know", field="access")
+        owner = visit.caller.owner
         memory = self._open(request, visit)
         region = self._table.register(
-            visit.caller.name,
+            owner,
             memory,
             nbytes=request.nbytes,
             access=access,
@@ -67,20 +68,20 @@ class RegionServicer:
 
     async def renew(self, request: pb.RenewRegionRequest, visit: Visit) -> pb.RenewRegionResponse:
         """Renews the lease. Raises RegionUnknown, RegionLeaseExpired and RegionInvalid."""
-        return pb.RenewRegionResponse(lease_s=self._table.renew(visit.caller.name, request.handle, request.lease_s))
+        return pb.RenewRegionResponse(lease_s=self._table.renew(visit.caller.owner, request.handle, request.lease_s))
 
     async def list(self, _: pb.ListRegionsRequest, visit: Visit) -> pb.ListRegionsResponse:
         """The caller's regions."""
-        return pb.ListRegionsResponse(regions=[_encode(region) for region in self._table.list(visit.caller.name)])
+        return pb.ListRegionsResponse(regions=[_encode(region) for region in self._table.list(visit.caller.owner)])
 
     async def release(self, request: pb.ReleaseRegionRequest, visit: Visit) -> pb.ReleaseRegionResponse:
         """Ends a region, and returns when no request uses it any more. Raises RegionUnknown."""
-        await self._table.release(visit.caller.name, request.handle)
+        await self._table.release(visit.caller.owner, request.handle)
         return pb.ReleaseRegionResponse()
 
     async def probe(self, request: pb.ProbeRegionRequest, visit: Visit) -> pb.ProbeRegionResponse:
         """A few bytes of a region as the server sees them. Raises RegionUnknown, RegionBounds and RegionChanged."""
-        data = self._table.probe(visit.caller.name, request.handle, request.byte_offset, request.nbytes)
+        data = self._table.probe(visit.caller.owner, request.handle, request.byte_offset, request.nbytes)
         return pb.ProbeRegionResponse(data=data)
 
     def _open(self, request: pb.RegisterRegionRequest, visit: Visit) -> OpenMemory:
@@ -91,7 +92,7 @@ class RegionServicer:
             case "memfd":
                 if self._mailbox is None:
                     raise errors.RegionInvalid("this server has no region socket for memfds", field="memfd")
-                return self._mailbox.take(request.memfd.ticket, visit.caller.name)
+                return self._mailbox.take(request.memfd.ticket, visit.caller.owner)
             case _:
                 raise errors.RegionInvalid("memory was not given", field="memory")
 

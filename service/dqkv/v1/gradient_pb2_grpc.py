@@ -467,7 +467,7 @@ class CapabilityServiceServicer:
     """
 
     def GetCapabilities(self, request, context):
-        """Devices, limits, transports, and the session of this connection.
+        """Devices, limits, transports, and a session for the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -186,7 +186,7 @@ class CapabilityServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CapabilityServiceAsyncStub: ...
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_gradient_pb2.GetCapabilitiesRequest, _gradient_pb2.GetCapabilitiesResponse]
-    """Devices, limits, transports, and the session of this connection."""
+    """Devices, limits, transports, and a session for the caller."""
 
 @_typing.type_check_only
 class CapabilityServiceAsyncStub(CapabilityServiceStub):
@@ -194,7 +194,7 @@ class CapabilityServiceAsyncStub(CapabilityServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_gradient_pb2.GetCapabilitiesRequest, _gradient_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
-    """Devices, limits, transports, and the session of this connection."""
+    """Devices, limits, transports, and a session for the caller."""
 
 class CapabilityServiceServicer(metaclass=_abc_1.ABCMeta):
     """What this server is and can do."""
@@ -205,6 +205,6 @@ class CapabilityServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gradient_pb2.GetCapabilitiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gradient_pb2.GetCapabilitiesResponse, _abc.Awaitable[_gradient_pb2.GetCapabilitiesResponse]]:
-        """Devices, limits, transports, and the session of this connection."""
+        """Devices, limits, transports, and a session for the caller."""
 
 def add_CapabilityServiceServicer_to_server(servicer: CapabilityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
