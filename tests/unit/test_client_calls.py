@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from dqkv import codec, errors, framing
 from dqkv.client.endpoint import Endpoint
 from dqkv.client.hints import Contact, hinted
 from dqkv.client.retry import SAFE_REASONS, Retry
+from dqkv.client.waiting import THREADS, OnLoop
 from dqkv.framing import Part, Receiver, Sender
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
@@ -321,6 +323,150 @@ async def test_cancelling_a_task_ends_its_stream_before_it_raises() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(task, 10)
         ended.set()
+
+
+@dataclass
+class Streaming:
+    """A stream that is held until `release`; counts those begun and ended."""
+
+    release: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def __call__(self, requests: Iterator[Any]) -> Iterator[Any]:
+        for _ in requests:
+            pass
+        self.begun.release()
+        self.release.wait(20)
+        yield pb.BackwardStreamResponse()
+
+
+@pytest.mark.parametrize("cancels", [1, 2, 5])
+async def test_a_cancelled_stream_has_ended_when_it_raises_and_leaves_no_error_that_nobody_looked_at(
+    cancels: int,
+) -> None:
+    unseen: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    stream = Streaming()
+    with serving(Script(stream=stream)) as address:
+        async with dqkv.AsyncClient(address, inline_nbytes=-1) as client:
+            for _ in range(3):
+                task = asyncio.create_task(client.backward(Q, Q, Q, Q, delta=DELTA))
+                assert await asyncio.to_thread(stream.begun.acquire, timeout=10)
+                for _ in range(cancels):
+                    task.cancel()
+                    await asyncio.sleep(0)
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.wait_for(task, 10)
+                del task
+        stream.release.set()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not unseen
+
+
+async def test_however_often_a_task_is_cancelled_its_work_has_ended_before_it_raises() -> None:
+    waiting, release, ended = OnLoop(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        release.wait(20)
+        ended.set()
+        raise errors.Cancelled("late")
+
+    task = asyncio.create_task(waiting.work(run, lambda: None))
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+        task.cancel()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+    await waiting.close()
+
+
+async def test_cancelling_what_no_thread_has_begun_waits_for_no_thread() -> None:
+    waiting, release, ran = OnLoop(), threading.Event(), threading.Event()
+    busy = [asyncio.create_task(waiting.work(lambda: release.wait(20), release.set)) for _ in range(THREADS)]
+    await asyncio.sleep(0.05)
+    queued = asyncio.create_task(waiting.work(ran.set, lambda: None))
+    await asyncio.sleep(0.05)
+    queued.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(queued), 5)
+    assert not release.is_set()
+    release.set()
+    assert await asyncio.gather(*busy) == [True] * THREADS
+    assert not ran.is_set()
+    await waiting.close()
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, 1e18, 2**63, np.float32(1e30), 10**300])
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+def test_a_time_without_end_is_as_long_as_it_takes(timeout_s: Any, inline_nbytes: int | None) -> None:
+    def stream(requests: Iterator[Any]) -> Iterator[Any]:
+        for _ in requests:
+            pass
+        yield from ()
+
+    with serving(Script([answer], stream=stream)) as address:
+        for client in (dqkv.Client(address, timeout_s=timeout_s, inline_nbytes=inline_nbytes), dqkv.Client(address)):
+            with client:
+                if inline_nbytes is None:
+                    assert np.array_equal(client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=timeout_s).dq, Q)
+                    assert np.array_equal(client.backward(Q, Q, Q, Q, delta=DELTA).dq, Q)
+                    assert client.capabilities().limits.inline_nbytes == 1 << 22
+                elif client._client._inline_nbytes is not None:
+                    with pytest.raises(errors.Truncated):
+                        client.backward(Q, Q, Q, Q, delta=DELTA)
+
+
+@pytest.mark.parametrize(
+    "timeout_s",
+    [float("nan"), -1, -1e-300, float("-inf"), -(2**80), 10**400, pytest.param(10**5000, id="huge"), "1", True],
+)
+def test_a_time_that_is_none_is_refused_before_anything_is_sent(timeout_s: Any) -> None:
+    script = Script([answer])
+    with serving(script) as address:
+        for kind in (dqkv.Client, dqkv.AsyncClient):
+            with pytest.raises(errors.OptionInvalid) as caught:
+                kind(address, timeout_s=timeout_s)
+            assert caught.value.field == "timeout_s"
+        with dqkv.Client(address) as client, pytest.raises(errors.OptionInvalid, match="timeout_s"):
+            client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=timeout_s)
+    assert not script.seen
+
+
+ASKING: dict[str, Callable[[dqkv.Client], Any]] = {
+    "backward": lambda client: client.backward(Q, Q, Q, Q, delta=DELTA),
+    "capabilities": lambda client: client.capabilities(),
+    "estimate": lambda client: client.estimate(
+        dqkv.Problem(**dict.fromkeys(("q", "k", "v", "dout", "out"), dqkv.Tensor.dense(dqkv.DType.FP16, Q.shape, None)))
+    ),
+}
+
+
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+@pytest.mark.parametrize("what", ASKING)
+def test_the_shorter_time_holds_also_for_what_is_asked_first(what: str, inline_nbytes: int | None) -> None:
+    release = threading.Event()
+
+    class Mute(Script):
+        def GetCapabilities(self, request: Any, context: grpc.ServicerContext) -> pb.GetCapabilitiesResponse:
+            release.wait(20)
+            return super().GetCapabilities(request, context)
+
+    with serving(Mute([answer])) as address:
+        began = time.monotonic()
+        with (
+            dqkv.Client(address, timeout_s=0.3, inline_nbytes=inline_nbytes) as client,
+            pytest.raises(errors.WontFinish),
+        ):
+            ASKING[what](client)
+        with dqkv.Client(address, inline_nbytes=inline_nbytes) as client, pytest.raises(errors.WontFinish):
+            client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=0.3)
+        assert time.monotonic() - began < 5
+        release.set()
 
 
 @pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])

@@ -152,7 +152,10 @@ def test_minus_one_is_an_offset_like_any_other() -> None:
         ({"softmax_scale": True}, errors.OptionInvalid, "softmax_scale"),
         ({"softmax_scale": [1.0]}, errors.OptionInvalid, "softmax_scale"),
         ({"softmax_scale": 10**400}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": 10**5000}, errors.OptionInvalid, "softmax_scale"),
         ({"softmax_scale": 1j}, errors.OptionInvalid, "softmax_scale"),
+        ({"softcap": 1e-46}, errors.OptionInvalid, "softcap"),
+        ({"softcap": 10**400}, errors.OptionInvalid, "softcap"),
         ({"softcap": None}, errors.OptionInvalid, "softcap"),
         ({"softcap": "1"}, errors.OptionInvalid, "softcap"),
         ({"causal": "no"}, errors.OptionInvalid, "causal"),
@@ -166,6 +169,20 @@ def test_minus_one_is_an_offset_like_any_other() -> None:
         ({"arch": 3}, errors.OptionInvalid, "arch"),
         ({"max_seqlen_q": 7.5}, errors.OptionInvalid, "max_seqlen_q"),
         ({"max_seqlen_k": 9}, errors.MaxSeqlenTooSmall, "max_seqlen_k"),
+        ({"max_seqlen_k": -(2**40)}, errors.MaxSeqlenTooSmall, "max_seqlen_k"),
+        ({"max_seqlen_q": 2**31}, errors.OptionInvalid, "max_seqlen_q"),
+        ({"max_seqlen_q": 2**40}, errors.OptionInvalid, "max_seqlen_q"),
+        ({"max_seqlen_q": 10**5000}, errors.OptionInvalid, "max_seqlen_q"),
+        ({"window": (2**80, 0)}, errors.OptionInvalid, "window.left"),
+        ({"window": (0, 10**5000)}, errors.OptionInvalid, "window"),
+        ({"sink_token_length": 2**80}, errors.OptionInvalid, "sink_token_length"),
+        ({"sink_token_length": 10**5000}, errors.OptionInvalid, "sink_token_length"),
+        ({"seqused_k": [10, 2**40]}, errors.SequsedInvalid, "seqused_k"),
+        ({"seqused_k": [10, 2**63]}, errors.SequsedInvalid, "seqused_k"),
+        ({"seqused_k": [10, 2**80]}, errors.SequsedInvalid, "seqused_k"),
+        ({"seqused_k": [[10], [1, 2]]}, errors.SequsedInvalid, "seqused_k"),
+        ({"cu_seqlens_q": [0, 10**5000]}, errors.OffsetsInvalid, "cu_seqlens_q"),
+        ({"cu_seqlens_k": [[0], [1, 2]]}, errors.OffsetsInvalid, "cu_seqlens_k"),
         ({"seqused_k": [10, 11]}, errors.SequsedInvalid, "seqused_k"),
         ({"seqused_k": [[10, 1]]}, errors.SequsedInvalid, "seqused_k"),
         ({"seqused_k": [1.0, 2.0]}, errors.SequsedInvalid, "seqused_k"),
@@ -183,6 +200,17 @@ def test_offsets_must_be_integers_of_one_dimension() -> None:
     for wrong in ([[0, 1]], [0.0, 1.0], 3):
         with pytest.raises(errors.OffsetsInvalid):
             integers("cu_seqlens_q", wrong)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2**31], [0, 2**40], np.array([0, 2**63], np.uint64), [0, 2**80], [-(2**40), 0]]
+)
+def test_offsets_of_any_size_are_refused_by_name(offsets: Any) -> None:
+    q = np.zeros((16, 4, 16), np.float16)
+    packed = request(q=q, dout=q, delta=np.zeros((4, 16), np.float32), cu_seqlens_q=offsets)
+    with pytest.raises(errors.OffsetsInvalid) as caught:
+        packed.problem()
+    assert caught.value.field == "cu_seqlens_q"
 
 
 @pytest.mark.parametrize(

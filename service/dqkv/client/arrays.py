@@ -134,7 +134,10 @@ def integers(field: str, values: Array) -> tuple[int, ...] | None:
     if values is None:
         return None
     kind = errors.SequsedInvalid if field.startswith("seqused") else errors.OffsetsInvalid
-    array = np.asarray(values.detach().cpu().numpy() if is_torch(values) else values)
+    try:
+        array = np.asarray(values.detach().cpu().numpy() if is_torch(values) else values)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        raise kind(f"{field} is no array, must hold integers in one dimension", field=field) from None
     if array.ndim != 1:
         raise kind(f"{field} has {array.ndim} dimensions, must have one", field=field)
     if array.size and array.dtype.kind not in "iu":

@@ -59,7 +59,7 @@ class Call:
 
         Raises the server's typed error, or TransportError.
         """
-        await connection.capabilities()
+        await connection.capabilities(deadline)
         sent = sum(tensor.nbytes for role, tensor in self._problem.tensors.items() if role not in self._references)
         back = sum(array.nbytes for array in self._received.values())
         send = self._unary if max(sent, back) <= inline_nbytes else self._stream

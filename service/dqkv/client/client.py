@@ -15,7 +15,7 @@ from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
 from dqkv.client.endpoint import Endpoint, Tls
 from dqkv.client.outputs import check_outputs
 from dqkv.client.regions import AsyncRegion, OpeningRegion, Region, RegionTable
-from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, choice, known_only, number
+from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, choice, known_only, number, seconds
 from dqkv.client.retry import Retry
 from dqkv.client.segment import Kind
 from dqkv.client.waiting import OnLoop, OnThread, Waiting, finish
@@ -37,9 +37,10 @@ class AsyncClient:
     """Asks one server for gradients; belongs to the event loop it is first used on.
 
     address: "host:port", "[::1]:port" or "unix:/path". tls: None is none. token: sent as a bearer token with every
-    call. timeout_s: the longest wait for gradients where a call names none. retry: what is sent again, and when.
-    inline_nbytes: what has more bytes, one way or the other, is streamed; None is the server's own limit.
-    Raises OptionInvalid for an address or files that cannot be used. Nothing is sent before the first call.
+    call. timeout_s: the longest wait where a call names none, 0 or more; infinity is as long as it takes. retry: what
+    is sent again, and when. inline_nbytes: what has more bytes, one way or the other, is streamed; None is the
+    server's own limit.
+    Raises OptionInvalid for an address, files or a time that cannot be used. Nothing is sent before the first call.
     """
 
     _wait_by: ClassVar[type[OnLoop | OnThread]] = OnLoop
@@ -57,7 +58,7 @@ class AsyncClient:
         self._waiting: Waiting = self._wait_by()
         self._connection = Connection(Endpoint(address=address, tls=tls, token=token), self._waiting)
         self._regions = RegionTable(self._connection, self._waiting)
-        self._timeout_s = number("timeout_s", timeout_s)
+        self._timeout_s = seconds("timeout_s", timeout_s)
         self._retry = Retry() if retry is None else retry
         self._inline_nbytes = inline_nbytes
 
@@ -70,7 +71,7 @@ class AsyncClient:
         v (..., head_dim_v), dout like q with head_dim_v; packed sides have (rows, heads, width). numpy arrays (bf16
         is ml_dtypes.bfloat16) or torch tensors on any device; the answer is of q's kind. `dqkv.client.request.Given`
         is the table of everything else. What lies in an open region of this client is read, and written, there.
-        timeout_s: seconds until WontFinish; None is the client's.
+        timeout_s: seconds until WontFinish, 0 or more; None is the client's, infinity as long as it takes.
 
         Raises an InvalidRequest before anything is sent when the arguments do not fit, later the server's typed
         errors (`dqkv.errors`), or TransportError when no answer came.
@@ -90,7 +91,7 @@ class AsyncClient:
         """The gradients of a problem over numpy arrays, written into `outputs` by role where given; see `backward`."""
         outputs = outputs or {}
         check_outputs(problem, outputs)
-        wait_s = self._timeout_s if timeout_s is None else number("timeout_s", timeout_s)
+        wait_s = self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + wait_s
         call = Call(problem, outputs, self._regions.find)
         try:
@@ -116,11 +117,11 @@ class AsyncClient:
 
     async def capabilities(self) -> Capabilities:
         """What the server says of itself now: version, devices, limits. Raises TransportError, Unauthenticated."""
-        return await self._connection.capabilities(fresh=True)
+        return await self._connection.capabilities(self._control_deadline(), fresh=True)
 
     async def health(self) -> Health:
         """The whole server's health. Raises TransportError when it cannot be reached."""
-        return await self._connection.health()
+        return await self._connection.health(self._control_deadline())
 
     def region(
         self, nbytes: int, *, kind: Kind | str = Kind.MEMFD, label: str = "", lease_s: float = 0.0
@@ -140,6 +141,7 @@ class AsyncClient:
         await self._connection.close()
 
     async def _open_region(self, nbytes: int, kind: Kind | str, label: str, lease_s: float) -> AsyncRegion:
+        lease_s = number("lease_s", lease_s)
         registration = await self._regions.register(nbytes, choice("kind", Kind, kind), label, lease_s)
         return AsyncRegion(registration.segment, label, lambda: self._regions.release(registration))
 
@@ -154,12 +156,17 @@ class AsyncClient:
     async def _attempt(self, call: Call, deadline: float) -> Gradients[HostArray]:
         limit = self._inline_nbytes
         if limit is None:
-            limit = (await self._connection.capabilities()).limits.inline_nbytes
+            limit = (await self._connection.capabilities(deadline)).limits.inline_nbytes
         return await call.attempt(self._connection, deadline, inline_nbytes=limit)
 
     async def _ask(self, method: Any, request: Any) -> Any:
-        await self._connection.capabilities()
-        return await self._connection.call(method, request, time.monotonic() + CONTROL_TIMEOUT_S)
+        deadline = self._control_deadline()
+        await self._connection.capabilities(deadline)
+        return await self._connection.call(method, request, deadline)
+
+    def _control_deadline(self) -> float:
+        """Until when an answer that holds no tensors is waited for."""
+        return time.monotonic() + min(CONTROL_TIMEOUT_S, self._timeout_s)
 
 
 class _ClientOnThread(AsyncClient):

@@ -5,6 +5,7 @@ All go through grpcio's synchronous stack, which moves bulk data about 1.5 times
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,12 +56,16 @@ class Connection:
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
         self.regions = stubs.RegionServiceStub(self._control)
 
-    async def capabilities(self, *, fresh: bool = False) -> Capabilities:
-        """What the server said of itself, asked once a connection unless `fresh`. Raises what `call` raises."""
+    async def capabilities(self, deadline: float = math.inf, *, fresh: bool = False) -> Capabilities:
+        """What the server said of itself, asked once a connection unless `fresh`. Raises what `call` raises.
+
+        deadline: by time.monotonic(); the answer is waited for until then, or for CONTROL_TIMEOUT_S.
+        """
         known = self._capabilities
         if known is None or fresh:
             ask = stubs.CapabilityServiceStub(self._control).GetCapabilities
-            answer = await self.call(ask, pb.GetCapabilitiesRequest(), time.monotonic() + CONTROL_TIMEOUT_S)
+            deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
+            answer = await self.call(ask, pb.GetCapabilitiesRequest(), deadline)
             self._capabilities = known = capabilities_of(answer)
             self._session = known.session
             self._answered = True
@@ -85,12 +90,12 @@ class Connection:
         with _typed_errors(self._is_closed, self._contact()):
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
-    async def health(self) -> Health:
-        """The whole server's health as grpc.health.v1 tells it."""
+    async def health(self, deadline: float) -> Health:
+        """The whole server's health as grpc.health.v1 tells it. Raises what `call` raises."""
         # The health messages are an extra of the server; a request without a service is empty, and the answer's
         # only field is the status.
         check = self._control.unary_unary(_HEALTH_METHOD, request_serializer=bytes, response_deserializer=bytes)
-        answer = await self.call(check, b"", time.monotonic() + CONTROL_TIMEOUT_S)
+        answer = await self.call(check, b"", deadline)
         number = answer[1] if len(answer) == 2 and answer[0] == 0x08 else 0
         return list(Health)[number] if number < len(Health) else Health.UNKNOWN
 
@@ -102,7 +107,7 @@ class Connection:
         Returns the report. Once this has raised, nothing is written any more. Raises the server's typed error,
         TransportError, Truncated or ChecksumMismatch.
         """
-        port = (await self.capabilities()).stream_port
+        port = (await self.capabilities(deadline)).stream_port
         call = _Stream(self._stream_channel(port), header, parts, accept)
 
         def run() -> pb.Report:

@@ -33,6 +33,12 @@ C = TypeVar("C", bound=StrEnum)
 D = TypeVar("D")
 
 
+LONGEST_S = 10 * 365 * 86_400.0
+"""Ten years in seconds: what waits longer waits without end, and clocks and timeouts on the wire still count it."""
+INTEGER_BITS = 128
+"""Integers of more are none of ours, nor are they written out in a message; smaller ones have limits of their own."""
+
+
 class GivenOptions(TypedDict, total=False):
     """What forward and backward share: the lengths of sequences, and the options; `Given` says what each is."""
 
@@ -219,8 +225,18 @@ def number(field: str, value: Any) -> float:
         if isinstance(value, str | bytes | bool | np.bool_):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except OverflowError:
+        raise errors.OptionInvalid(f"{field} is larger than any float", field=field) from None
+    except (TypeError, ValueError, RuntimeError):
         raise errors.OptionInvalid(f"{field} is {value!r}, must be a number", field=field) from None
+
+
+def seconds(field: str, value: Any) -> float:
+    """A time to wait, 0 or more, at most LONGEST_S: infinity is that long. Raises OptionInvalid for what is none."""
+    wait_s = number(field, value)
+    if not wait_s >= 0.0:
+        raise errors.OptionInvalid(f"{field} is {wait_s}, must be 0 or more", field=field)
+    return min(wait_s, LONGEST_S)
 
 
 def choice(field: str, kind: type[C], value: str) -> C:
@@ -240,9 +256,12 @@ def _flag(field: str, value: Any) -> bool:
 
 def _integer(field: str, value: Any) -> int:
     try:
-        return operator.index(value)
+        integer = operator.index(value)
     except TypeError:
         raise errors.OptionInvalid(f"{field} is {value!r}, must be an integer", field=field) from None
+    if integer.bit_length() > INTEGER_BITS:
+        raise errors.OptionInvalid(f"{field} has {integer.bit_length()} bits, far beyond any limit", field=field)
+    return integer
 
 
 def _pair(window: Any) -> tuple[int | None, int | None]:

@@ -97,13 +97,23 @@ class OnLoop:
 
     async def work(self, run: Callable[[], T], cancel: Callable[[], None]) -> T:
         """See Waiting."""
-        work = asyncio.get_running_loop().run_in_executor(self._threads, run)
+        job = self._threads.submit(run)
+        work = asyncio.wrap_future(job)
         try:
-            return await asyncio.shield(work)
+            await asyncio.wait([work])
         except asyncio.CancelledError:
             cancel()
-            await asyncio.wait([work])
+            # What no thread has begun need not be waited for.
+            job.cancel()
+            while not work.done():
+                # `run` may write into the caller's memory until it ends, however often its task is cancelled.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([work])
+            if not work.cancelled():
+                # Its error is looked at, or asyncio prints that nobody did.
+                work.exception()
             raise
+        return work.result()
 
     async def sleep(self, seconds: float) -> None:
         """See Waiting."""
