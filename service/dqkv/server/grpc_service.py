@@ -107,7 +107,8 @@ class GradientServicer:
 
     async def estimate(self, request: pb.EstimateRequest, visit: Visit) -> pb.EstimateResponse:
         """What the problem would cost and where it would run. Raises what decoding and the scheduler raise."""
-        problem = codec.decode_problem(request.problem, need_bytes=False)
+        large = request.ByteSize() > OFFLOAD_NBYTES
+        problem = await _do(large, lambda: codec.decode_problem(request.problem, need_bytes=False))
         estimate = self._scheduler.estimate(problem, owner=visit.caller.name)
         visit.arch = estimate.arch.value
         fits = max(estimate.input_nbytes, estimate.gradient_nbytes) <= self._limits.inline_bytes
