@@ -66,6 +66,25 @@ def problem(
     )
 
 
+def packed(lengths: list[tuple[int, int]], window: Window, *, with_sink: bool = False) -> Problem[None]:
+    """A problem of packed sequences whose (seqlen_q, seqlen_k) are given."""
+    offsets = [tuple(np.cumsum([0, *(pair[side] for pair in lengths)]).tolist()) for side in (0, 1)]
+    queries, keys = (Tensor.dense(DType.BF16, (rows[-1], 2, 64), None) for rows in offsets)
+    statistics = Tensor.dense(DType.FP32, (2, offsets[0][-1]), None)
+    return Problem(
+        q=queries,
+        k=keys,
+        v=keys,
+        dout=queries,
+        delta=statistics,
+        softmax_lse=statistics,
+        sink=Tensor.dense(DType.FP32, (2,), None) if with_sink else None,
+        queries=Lengths(cu_seqlens=offsets[0]),
+        keys=Lengths(cu_seqlens=offsets[1]),
+        options=Options(window=window),
+    )
+
+
 @given(lengths, windows)
 @settings(max_examples=600, deadline=None)
 def test_pairs_are_those_that_brute_force_counts(pairs: list[tuple[int, int]], window: Window) -> None:
@@ -149,9 +168,10 @@ def fitted() -> CostModel:
 
 def fit(model: CostModel, work: Work, rate: float, *, sequence_s: float = 0.0) -> None:
     empty = Work.of(problem(0, 0))
+    short = replace(empty, sequences=2)
     model.fit(
         Sample(arch=Arch.CPU, work=empty, seconds=0.002),
-        Sample(arch=Arch.CPU, work=empty, seconds=0.002 + empty.sequences * sequence_s),
+        Sample(arch=Arch.CPU, work=short, seconds=0.002 + short.sequences * sequence_s),
         [Sample(arch=Arch.CPU, work=work, seconds=0.002 + work.flops / rate)],
     )
 
@@ -187,7 +207,7 @@ def test_short_requests_correct_the_launch_and_not_the_rate() -> None:
     assert model.predict(Arch.CPU, work) == pytest.approx(0.010 + work.flops / 5e10, rel=0.02)
 
 
-def test_sequences_cost_even_where_they_are_empty() -> None:
+def test_sequences_cost_even_where_they_hold_next_to_nothing() -> None:
     model, empty = CostModel(), Work.of(problem(0, 0))
     fit(model, long_work(), 5e10, sequence_s=1e-3)
     many = replace(empty, sequences=100_000)
@@ -197,6 +217,30 @@ def test_sequences_cost_even_where_they_are_empty() -> None:
     assert model.predict(Arch.CPU, many) == pytest.approx(10.0, rel=0.01)
     one = replace(empty, sequences=1)
     assert model.predict(Arch.CPU, one) == pytest.approx(0.002, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "want"),
+    [
+        ([(0, 0)] * 1000 + [(4, 4)], Window(), 1),
+        ([(3, 0), (0, 3), (3, 2)], Window(left=-5), 0),
+        ([(3, 2)] * 5, Window(right=-3), 0),
+        ([(3, 2)] * 5, Window(right=0), 5),
+    ],
+)
+def test_sequences_that_see_nothing_cost_nothing(lengths: list[tuple[int, int]], window: Window, want: int) -> None:
+    assert Work.of(packed(lengths, window)).sequences == want
+
+
+def test_a_sink_makes_every_row_count() -> None:
+    assert Work.of(packed([(3, 0), (0, 3), (3, 2)], Window(left=-5), with_sink=True)).sequences == 2
+
+
+def test_short_sequences_cost_more_the_more_heads_they_have() -> None:
+    model, empty = CostModel(), Work.of(problem(0, 0, num_heads=(1, 1)))
+    fit(model, long_work(num_heads=(1, 1)), 5e10, sequence_s=1e-3)
+    few, many = (replace(empty, sequences=10_000, heads=heads) for heads in (1, 512))
+    assert model.predict(Arch.CPU, many) > 5 * model.predict(Arch.CPU, few)
 
 
 def test_one_hiccup_does_not_undo_what_was_learnt() -> None:

@@ -17,6 +17,9 @@ from dqkv.tensor import DType
 HEAD_DIM_BUCKETS = (64, 128, 256)
 """The tile shapes of the kernels change at these widths, and with them the rate."""
 
+HEADS_A_SEQUENCE = 48
+"""So many heads of a short sequence cost as much as the sequence itself: measured on CPUs, 11 of 530 us a head."""
+
 DEFAULT_LAUNCH_S = 1e-3
 DEFAULT_RATE = 1e10
 """Operations in a second of a slow CPU: what is assumed until a device was measured."""
@@ -48,9 +51,11 @@ class Work:
     """How much a problem asks of a device: pairs and operations over all heads, and what the rate depends on.
 
     head_dim is the bucket of the wider of head_dim and head_dim_v. Bytes count every tensor as if it were dense.
+    sequences are those that have gradients at all: some row sees a key, or any row at all where there is a sink.
     """
 
     sequences: int
+    heads: int
     pairs: int
     flops: float
     input_nbytes: int
@@ -63,13 +68,15 @@ class Work:
     def of(problem: Problem[Any]) -> Work:
         """What a problem (any shapes) asks for."""
         shape = problem.shape
-        pairs = shape.num_heads_q * visible_pairs(problem.rows, problem.options.window)
+        seen = _visible_pairs(problem.rows, problem.options.window)
+        pairs = shape.num_heads_q * int(seen.sum())
         flops = 2.0 * pairs * (3 * shape.head_dim + 2 * shape.head_dim_v)
         if problem.softmax_lse is None:
             flops += 2.0 * pairs * shape.head_dim
         width = max(shape.head_dim, shape.head_dim_v)
         return Work(
-            sequences=shape.batch_size,
+            sequences=int(np.count_nonzero(seen if problem.sink is None else problem.rows.q_len)),
+            heads=shape.num_heads_q,
             pairs=pairs,
             flops=flops,
             input_nbytes=sum(tensor.nbytes for tensor in problem.tensors.values()),
@@ -79,9 +86,19 @@ class Work:
             mask=Mask.of(problem.options.window),
         )
 
+    @property
+    def shares(self) -> float:
+        """What sequences cost besides their operations, in sequences of one head."""
+        return self.sequences * (HEADS_A_SEQUENCE + self.heads) / (HEADS_A_SEQUENCE + 1)
+
 
 def visible_pairs(rows: Rows, window: Window) -> int:
-    """How many query-key pairs of one head the mask leaves, over all sequences; exact.
+    """How many query-key pairs of one head the mask leaves, over all sequences; exact."""
+    return int(_visible_pairs(rows, window).sum())
+
+
+def _visible_pairs(rows: Rows, window: Window) -> NDArray[np.int64]:
+    """How many query-key pairs of one head the mask leaves in each sequence, int64 (batch_size,); exact.
 
     Row i of seqlen_q, with d = seqlen_k - seqlen_q, sees the keys from i + d - left to i + d + right, and those below
     sink_token_length that the left bound has passed. The keys up to the right bound are clip(i + d + right + 1, 0,
@@ -96,7 +113,7 @@ def visible_pairs(rows: Rows, window: Window) -> int:
         hidden = _sum_of_clipped(queries, diagonal + hidden_below, keys)
         sinks = np.minimum(keys, window.sink_token_length)
         seen = seen - hidden + _sum_of_clipped(queries, diagonal + hidden_below, sinks)
-    return int(seen.sum())
+    return seen
 
 
 def _sum_of_clipped(count: NDArray[np.int64], first: NDArray[np.int64], top: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -155,7 +172,7 @@ class _RateKey:
 
 
 class CostModel:
-    """Predicts seconds of one device: a launch, a share for each sequence, and operations at the rate of their kind.
+    """Predicts seconds of one device: a launch, a share for each sequence and head, and operations at their kind's rate.
 
     Kinds that were never measured take the rate of the most alike one; every finished run corrects what weighed most
     in its prediction by an exponentially weighted average of measured / predicted.
@@ -167,24 +184,24 @@ class CostModel:
         self._rates: dict[_RateKey, float] = {}
 
     def fit(self, launch: Sample, sequences: Sample, rates: Iterable[Sample]) -> None:
-        """Take launch time, the share of a sequence and rates from small runs.
+        """Take launch time, the share of a sequence (of one head) and rates from small runs.
 
         `launch` is next to no work, `sequences` next to no work in many sequences, `rates` are work of each kind.
         """
         self._launch_s = max(launch.seconds, 1e-9)
-        self._sequence_s = max(sequences.seconds - self._launch_s, 0.0) / sequences.work.sequences
+        self._sequence_s = max(sequences.seconds - self._launch_s, 0.0) / sequences.work.shares
         for sample in rates:
             compute_s = max(sample.seconds - self._launch_s, 0.1 * sample.seconds, 1e-9)
             self._rates[_key(sample.arch, sample.work)] = sample.work.flops / compute_s
 
     def predict(self, arch: Arch, work: Work) -> float:
         """Seconds that the device will need."""
-        return self._launch_s + work.sequences * self._sequence_s + work.flops / self._rate(_key(arch, work))
+        return self._launch_s + work.shares * self._sequence_s + work.flops / self._rate(_key(arch, work))
 
     def observe(self, sample: Sample) -> None:
         """Correct what weighed most in the prediction by a run that finished."""
         key, work = _key(sample.arch, sample.work), sample.work
-        compute_s, sequences_s = work.flops / self._rate(key), work.sequences * self._sequence_s
+        compute_s, sequences_s = work.flops / self._rate(key), work.shares * self._sequence_s
         most = max(compute_s, sequences_s, self._launch_s)
         others_s = compute_s + sequences_s + self._launch_s - most
         correction = _correction(sample.seconds - others_s, most)
