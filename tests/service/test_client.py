@@ -15,6 +15,7 @@ from rig.answers import arguments, as_torch, assert_right, drawn_problem, run
 from rig.server import Running
 
 import dqkv
+from dqkv.problem import FLOAT32_MAX, SOFTCAP_MIN
 from dqkv.trials import Drawn
 
 SHM = Path("/dev/shm")
@@ -53,6 +54,29 @@ def test_capabilities_health_and_estimate(client: dqkv.Client, drawn: Drawn) -> 
 
 
 # ---- arrays
+@pytest.mark.parametrize("rows", [(0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("by", ["unary", "stream"])
+def test_empty_memory_for_gradients_is_taken(
+    client: dqkv.Client, streaming: dqkv.Client, rows: tuple[int, int], by: str
+) -> None:
+    q, k = (np.ones((3, count, 2, 8), np.float32) for count in rows)
+    own = {"dq": np.full_like(q, 7), "dk": np.full_like(k, 7), "dv": np.full_like(k, 7)}
+    gradients = (client if by == "unary" else streaming).backward(q, k, k, q, out=q, **own)
+    for role, array in own.items():
+        assert getattr(gradients, role) is array
+        assert not array.any()
+
+
+@pytest.mark.parametrize("softcap", [SOFTCAP_MIN, 1.0, 1e30, FLOAT32_MAX])
+def test_every_softcap_that_is_taken_gives_finite_gradients(client: dqkv.Client, softcap: float) -> None:
+    rng = np.random.default_rng(5)
+    q, k, v, dout, out = rng.standard_normal((5, 1, 6, 2, 8)).astype(np.float32)
+    q[0, 1] = 0.0
+    gradients = client.backward(q, k, v, dout, out=out, softcap=softcap)
+    for gradient in (gradients.dq, gradients.dk, gradients.dv):
+        assert np.isfinite(gradient).all()
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("by", ["unary", "stream"])
 def test_results_come_back_as_the_kind_that_came_in(

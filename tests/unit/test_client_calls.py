@@ -409,16 +409,18 @@ def test_a_time_without_end_is_as_long_as_it_takes(timeout_s: Any, inline_nbytes
             pass
         yield from ()
 
-    with serving(Script([answer], stream=stream)) as address:
-        for client in (dqkv.Client(address, timeout_s=timeout_s, inline_nbytes=inline_nbytes), dqkv.Client(address)):
-            with client:
-                if inline_nbytes is None:
-                    assert np.array_equal(client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=timeout_s).dq, Q)
-                    assert np.array_equal(client.backward(Q, Q, Q, Q, delta=DELTA).dq, Q)
-                    assert client.capabilities().limits.inline_nbytes == 1 << 22
-                elif client._client._inline_nbytes is not None:
-                    with pytest.raises(errors.Truncated):
-                        client.backward(Q, Q, Q, Q, delta=DELTA)
+    with (
+        serving(Script([answer], stream=stream)) as address,
+        dqkv.Client(address, timeout_s=timeout_s, inline_nbytes=inline_nbytes) as patient,
+        dqkv.Client(address, inline_nbytes=inline_nbytes) as other,
+    ):
+        assert patient.capabilities().limits.inline_nbytes == 1 << 22
+        for client, given in ((patient, {}), (patient, {"timeout_s": timeout_s}), (other, {"timeout_s": timeout_s})):
+            if inline_nbytes is None:
+                assert np.array_equal(client.backward(Q, Q, Q, Q, delta=DELTA, **given).dq, Q)
+            else:
+                with pytest.raises(errors.Truncated):
+                    client.backward(Q, Q, Q, Q, delta=DELTA, **given)
 
 
 @pytest.mark.parametrize(
