@@ -41,14 +41,6 @@ class Heads:
         return self.count // (self.kv_stop - self.kv_first)
 
 
-def sequences(problem: Problem[object]) -> list[Sequence]:
-    """The sequences of a problem, in order; empty ones too."""
-    return [
-        Sequence(index=index, q_start=q_start, q_len=q_len, k_start=k_start, k_len=k_len)
-        for index, (q_start, q_len, k_start, k_len) in enumerate(problem.rows)
-    ]
-
-
 def query_rows(tensor: torch.Tensor, problem: Problem[object], sequence: Sequence) -> torch.Tensor:
     """The sequence's rows of q, dout, out or dq: a view (q_len, num_heads_q, width)."""
     if problem.queries.is_packed:

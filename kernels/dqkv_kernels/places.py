@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dqkv.problem import Problem
-from dqkv_kernels.operands import Heads, Sequence, Sum, sequences
+from dqkv_kernels.operands import Heads, Sequence, Sum
+from dqkv_kernels.reference_tiled import TILE_KEYS, TILE_ROWS
 from dqkv_kernels.visibility import Band
+from dqkv_kernels.workers import Turns
 
 JOBS_LEAST = 8
 """Heads are joined, and rows left together, only while there are as many jobs as a machine may have cores."""
@@ -36,23 +41,45 @@ class Chain:
     """The places whose dk and dv add up to those of the same key heads of a sequence, in the order of the sum."""
 
     places: tuple[Place, ...]
+    turns: Turns = field(default_factory=Turns, init=False)
     dk: Sum | None = field(default=None, init=False)
     dv: Sum | None = field(default=None, init=False)
 
 
-def chains(problem: Problem[object]) -> Iterator[Chain]:
-    """Every row and head of the problem in exactly one place; a sequence without rows has places without rows."""
-    shape, window = problem.shape, problem.options.window
-    found = sequences(problem)
-    units = shape.num_heads_q * sum(1 for sequence in found if sequence.q_len and sequence.k_len)
+def live_sequences(problem: Problem[object]) -> NDArray[np.bool_]:
+    """bool (batch_size,): which sequences have a row that sees a key, or a row that only the sink's gradient sees.
+
+    All others have gradients of zero, and are in no place.
+    """
+    rows, window = problem.rows, problem.options.window
+    if problem.sink is not None:
+        return np.asarray(rows.q_len > 0)
+    live = np.asarray((rows.q_len > 0) & (rows.k_len > 0))
+    lengths, kind = np.unique(np.stack([rows.q_len[live], rows.k_len[live]]), axis=1, return_inverse=True)
+    sees = [Band.of(int(q_len), int(k_len), window).rows != (0, 0) for q_len, k_len in lengths.T]
+    live[live] = np.array(sees, dtype=np.bool_)[kind.reshape(-1)]
+    return live
+
+
+def chains(problem: Problem[object], live: NDArray[np.bool_]) -> Iterator[Chain]:
+    """Every row and head of the live sequences (bool (batch_size,)) in exactly one place, made when asked for."""
+    shape, window, rows = problem.shape, problem.options.window, problem.rows
+    numbers = np.flatnonzero(live)
+    units = shape.num_heads_q * len(numbers)
     band = lru_cache(maxsize=BANDS_KEPT)(lambda q_len, k_len: Band.of(q_len, k_len, window))
-    for sequence in found:
-        row_bytes = 4 * max(shape.head_dim, shape.head_dim_v)
-        rows = _rows(sequence.q_len, units)
-        fitting = JOB_BYTES // (row_bytes * max(1, rows, min(sequence.k_len, JOB_ROWS[1])))
+    for number in numbers.tolist():
+        sequence = Sequence(
+            index=number,
+            q_start=int(rows.q_start[number]),
+            q_len=int(rows.q_len[number]),
+            k_start=int(rows.k_start[number]),
+            k_len=int(rows.k_len[number]),
+        )
+        step = _rows(sequence.q_len, units)
+        starts = range(0, sequence.q_len, step)
+        fitting = JOB_BYTES // _head_bytes(problem, min(step, sequence.q_len), sequence.k_len)
         count = max(1, min(fitting, units // JOBS_LEAST))
         for blocks in _head_blocks(shape.num_heads_q, shape.group_size, count):
-            starts = range(0, max(1, sequence.q_len), rows)
             yield Chain(
                 places=tuple(
                     Place(
@@ -60,13 +87,20 @@ def chains(problem: Problem[object]) -> Iterator[Chain]:
                         band=band(sequence.q_len, sequence.k_len),
                         heads=heads,
                         q0=start,
-                        q1=min(start + rows, sequence.q_len),
-                        turn=number * len(starts) + order,
+                        q1=min(start + step, sequence.q_len),
+                        turn=part * len(starts) + order,
                     )
-                    for number, heads in enumerate(blocks)
+                    for part, heads in enumerate(blocks)
                     for order, start in enumerate(starts)
                 )
             )
+
+
+def _head_bytes(problem: Problem[object], rows: int, keys: int) -> int:
+    """fp32 bytes of one head of the largest of a job's tensors: its rows, its keys, or a tile of logits."""
+    width = max(problem.shape.head_dim, problem.shape.head_dim_v)
+    logits = min(rows, TILE_ROWS) * min(keys, TILE_KEYS)
+    return 4 * max(width * rows, width * min(keys, JOB_ROWS[1]), logits)
 
 
 def _rows(q_len: int, units: int) -> int:

@@ -37,7 +37,15 @@ class QueryBlock:
         is_given = inputs.has("softmax_lse")
         found = inputs.statistics("softmax_lse") if is_given else softmax_lse(inputs, self._q, crew)
         # An infinite statistic means that the row sees nothing; +inf makes each of its weights exp(-inf) = 0.
-        self._softmax_lse = found.masked_fill(torch.isinf(found), torch.inf)
+        dead = torch.isinf(found)
+        self._softmax_lse = found.masked_fill(dead, torch.inf)
+        outside = self._outside_band()
+        self._blind = dead if outside is None else dead | outside
+        self._any_blind = bool(self._blind.any())
+        if self._any_blind:
+            # What such a row holds must choose no kernel for the others, nor meet a weight of 0 as a NaN.
+            for rows in (self._q, self._dout):
+                rows.masked_fill_(dead.unsqueeze(-1), 0.0)
 
     @property
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
@@ -52,11 +60,11 @@ class QueryBlock:
         yield f"{self._inputs.plan.device.type}/{reference_tiled.KERNEL}", self._by_tiles
 
     @property
-    def dsink(self) -> torch.Tensor:
-        """fp64 (heads,): the place's sum of exp(sink - softmax_lse) * (dlse - delta); zeros without a sink."""
+    def dsink(self) -> torch.Tensor | None:
+        """fp64 (heads,): the place's sum of exp(sink - softmax_lse) * (dlse - delta); None without a sink."""
         sink = self._inputs.sink()
         if sink is None:
-            return torch.zeros(self._q.shape[0], dtype=torch.float64, device=self._q.device)
+            return None
         weight = (sink.unsqueeze(-1) - self._softmax_lse).exp()
         part = (weight * self._delta).masked_fill(torch.isinf(self._softmax_lse), 0.0)
         return -part.double().sum(-1)
@@ -89,6 +97,19 @@ class QueryBlock:
         """An out (heads, rows, width) with rowsum(dout * out) = delta - dlse; None if PyTorch's kernel cannot run."""
         if not self._inputs.plan.can_flash:
             return None
-        if self._given_out is None or self._inputs.has("dlse"):
-            return reference_flash.stand_in_for_out(self._dout, self._delta)
-        return self._given_out
+        out = self._given_out
+        if out is None or self._inputs.has("dlse"):
+            delta = self._delta.masked_fill(self._blind, 0.0) if self._any_blind else self._delta
+            out = reference_flash.stand_in_for_out(self._dout, delta)
+        if out is None or not self._any_blind:
+            return out
+        return out.masked_fill(self._blind.unsqueeze(-1), 0.0)
+
+    def _outside_band(self) -> torch.Tensor | None:
+        """bool (rows,): the place's rows that see no key of this call, whatever their statistic is; None if all do."""
+        place = self._inputs.place
+        first, stop = place.band.rows
+        if first <= place.q0 and place.q1 <= stop:
+            return None
+        row = torch.arange(place.q0, place.q1, device=self._q.device)
+        return (row < first) | (row >= stop)

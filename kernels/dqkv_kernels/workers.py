@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Protocol
 
 import torch
@@ -18,13 +19,19 @@ class Job(Protocol):
         """Do the work; call `crew.check` between tiles."""
 
 
+class Turns:
+    """Whose turn it is among jobs that must do something in their order: the number of those that did."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+
 class Crew:
     """The threads of one call: they stop together at the first error, and take turns where order matters."""
 
     def __init__(self, should_stop: Callable[[], object] | None) -> None:
         self._should_stop = should_stop
         self._condition = threading.Condition()
-        self._turns: dict[Hashable, int] = {}
         self._error: BaseException | None = None
 
     def check(self) -> None:
@@ -34,25 +41,31 @@ class Crew:
         if self._should_stop is not None and self._should_stop():
             raise errors.Cancelled("the computation was cancelled")
 
-    def in_turn(self, queue: Hashable, number: int, action: Callable[[], None]) -> None:
-        """Run action once all lower numbers of the queue ran; jobs of a queue must be started in that order."""
+    def in_turn(self, turns: Turns, number: int, action: Callable[[], None]) -> None:
+        """Run action once all lower numbers of the turns ran; jobs that share turns must be started in that order."""
         with self._condition:
-            self._condition.wait_for(lambda: self._error is not None or self._turns.get(queue, 0) == number)
+            self._condition.wait_for(lambda: self._error is not None or turns.done == number)
         self.check()
         action()
         with self._condition:
-            self._turns[queue] = number + 1
+            turns.done = number + 1
             self._condition.notify_all()
 
-    def run(self, jobs: Sequence[Job], device: torch.device) -> None:
-        """Do all jobs, started in order; on a CPU in as many threads as torch is set to use. Raises the first error."""
-        count = min(torch.get_num_threads(), len(jobs)) if device.type == "cpu" else 0
-        if count == 0:
-            for job in jobs:
+    def run(self, jobs: Iterable[Job], device: torch.device) -> None:
+        """Do all jobs, started in order and each asked for no sooner than a thread is free for it.
+
+        On a CPU they are done in as many threads as torch is set to use. Raises the first error.
+        """
+        queue = iter(jobs)
+        if device.type != "cpu":
+            for job in queue:
                 self.check()
                 job(self)
             return
-        queue = iter(jobs)
+        first = list(islice(queue, torch.get_num_threads()))
+        self._run_threads(chain(first, queue), len(first))
+
+    def _run_threads(self, queue: Iterator[Job], count: int) -> None:
         ready = threading.Barrier(count + 1)
         threads = [threading.Thread(target=self._work, args=(queue, ready), daemon=True) for _ in range(count)]
         torch_threads = torch.get_num_threads()
