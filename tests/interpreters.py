@@ -61,9 +61,7 @@ def environment(version: str, interpreter: Path) -> Path:
     python = folder / "bin" / "python"
     stamp = folder / "installed"
     facts = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
-    digest = hashlib.sha256(
-        b"".join([*facts, str(interpreter).encode(), *map(str.encode, REQUIREMENTS)])
-    ).hexdigest()
+    digest = hashlib.sha256(b"".join([*facts, str(interpreter).encode(), *map(str.encode, REQUIREMENTS)])).hexdigest()
     if stamp.exists() and stamp.read_text() == digest:
         return python
     subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,12 +78,26 @@ def of_queries(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
 
 
 def of_keys(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
-    """(rows, num_heads_kv, n) of any dtype and strides -> fp32 (heads.count, rows, width), each query head its own."""
+    """(rows, num_heads_kv, n) of any dtype and strides -> fp32 (heads.count, rows, width), one for each query head.
+
+    The query heads of a single key head share its memory.
+    """
+    if heads.kv_stop - heads.kv_first == 1:
+        tile = _tile(1, rows, width)
+        tile[0, :, : rows.shape[-1]].copy_(rows[:, heads.kv_first])
+        return tile.expand(heads.count, -1, -1)
     tile = _tile(heads.count, rows, width)
     source = rows[:, heads.kv_first : heads.kv_stop].transpose(0, 1).unsqueeze(1)
     by_key_head = tile.view(-1, heads.per_key_head, *tile.shape[1:])
     by_key_head[..., : rows.shape[-1]].copy_(source)
     return tile
+
+
+def in_place(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
+    """As `of_queries`, but a view where the rows are fp32, as wide, and dense in each row: for what is read once."""
+    if rows.dtype is torch.float32 and rows.shape[-1] == width and rows.stride(-1) == 1:
+        return rows[:, heads.first : heads.stop].transpose(0, 1)
+    return of_queries(rows, heads, width)
 
 
 def _tile(count: int, rows: torch.Tensor, width: int) -> torch.Tensor:
@@ -118,6 +133,14 @@ class Sum:
     def total(self) -> torch.Tensor | None:
         """The sum; None before anything was added."""
         return self._total
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the sum holds neither NaN nor an infinity."""
+        if self._total is None:
+            return True
+        low, high = torch.aminmax(self._total)
+        return math.isfinite(low.item()) and math.isfinite(high.item())
 
     def write(self, rows: torch.Tensor, first: int, stop: int) -> None:
         """Round the sum once into the heads first to stop of rows (rows, all heads, n); zeros if nothing was added."""

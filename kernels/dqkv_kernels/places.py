@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from dqkv.problem import Problem
 from dqkv_kernels.operands import Heads, Sequence, Sum, sequences
-from dqkv_kernels.visibility import Band, Region
+from dqkv_kernels.visibility import Band
 
-JOBS_LEAST = 16
+JOBS_LEAST = 8
 """Heads are joined, and rows left together, only while there are as many jobs as a machine may have cores."""
 JOB_BYTES = 2**22
 """fp32 bytes of one of a job's tensors at most, where it has more than one head."""
@@ -29,11 +29,6 @@ class Place:
     q0: int
     q1: int
     turn: int
-
-    @property
-    def regions(self) -> list[Region]:
-        """The regions with visible pairs, in the order in which they are added up."""
-        return list(self.band.regions(self.q0, self.q1))
 
 
 @dataclass(kw_only=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -11,8 +12,8 @@ from dqkv.problem import Gradients, Problem, Report
 from dqkv_kernels import operands
 from dqkv_kernels.operands import Sum
 from dqkv_kernels.places import Chain, Place, chains
-from dqkv_kernels.plan import Plan
-from dqkv_kernels.query_block import QueryBlock, softmax_lse
+from dqkv_kernels.plan import Inputs, Plan
+from dqkv_kernels.query_block import Kernel, QueryBlock, softmax_lse
 from dqkv_kernels.workers import Crew
 
 
@@ -36,7 +37,7 @@ def attention_backward(
         gradients["dsink"].copy_(dsink)
     report = Report(
         arch=device.type,
-        kernel="+".join(sorted({kernel for job in jobs for kernel in job.kernels})) or f"{device.type}/none",
+        kernel="+".join(sorted({job.kernel for job in jobs if job.kernel})) or f"{device.type}/none",
         device=str(device),
         softmax_lse_recomputed="softmax_lse" not in tensors,
         device_s=time.perf_counter() - begin_s,
@@ -69,9 +70,10 @@ class Statistics:
     def __call__(self, crew: Crew) -> None:
         """Write the place's rows."""
         plan, place = self._plan, self._place
-        rows = operands.statistics_rows(plan.answers["softmax_lse"], plan.problem, place.sequence)
         if place.q1 > place.q0:
-            found = softmax_lse(plan, place, plan.queries("q", place), crew)
+            inputs = Inputs(plan, place)
+            rows = operands.statistics_rows(plan.answers["softmax_lse"], plan.problem, place.sequence)
+            found = softmax_lse(inputs, inputs.queries("q"), crew)
             rows[place.heads.first : place.heads.stop, place.q0 : place.q1] = found
 
 
@@ -80,46 +82,69 @@ class Backward:
 
     def __init__(self, plan: Plan, chain: Chain, place: Place) -> None:
         self.place = place
-        self.kernels: set[str] = set()
+        self.kernel = ""
         self.dsink = torch.zeros(place.heads.count, dtype=torch.float64)
         self._plan = plan
         self._chain = chain
 
     def __call__(self, crew: Crew) -> None:
-        """Write dq, add dk and dv to the chain when it is this place's turn, keep dsink."""
+        """Write dq, add dk and dv to the chain when it is this place's turn, keep dsink and which kernel ran."""
         plan, place = self._plan, self.place
-        regions = place.regions
-        rows = operands.query_rows(plan.answers["dq"], plan.problem, place.sequence)[place.q0 : place.q1]
-        k0 = min((region.k0 for region in regions), default=0)
-        k1 = max((region.k1 for region in regions), default=0)
-        kv_heads = place.heads.kv_stop - place.heads.kv_first
-        dq, dk, dv = Sum(place.heads.count, rows.shape[0]), Sum(kv_heads, k1 - k0), Sum(kv_heads, k1 - k0)
-        if rows.shape[0] and (regions or "sink" in plan.tensors):
-            block = QueryBlock(plan, place, crew)
+        inputs = Inputs(plan, place)
+        sums = Sums.empty(inputs)
+        if place.q1 > place.q0 and (inputs.regions or inputs.has("sink")):
+            block = QueryBlock(inputs, crew)
             self.dsink = block.dsink
-            for region in regions:
-                crew.check()
-                kernel, (part_q, part_k, part_v) = block.gradients(region)
-                self.kernels.add(kernel)
-                dq.add(region.q0 - place.q0, part_q)
-                dk.add(region.k0 - k0, part_k)
-                dv.add(region.k0 - k0, part_v)
-        dq.write(rows, place.heads.first, place.heads.stop)
-        crew.in_turn(id(self._chain), place.turn, lambda: self._fold(k0, dk, dv))
+            for kernel, gradients in block.kernels if inputs.regions else ():
+                self.kernel, sums = kernel, Sums.of(inputs, gradients, crew)
+                if sums.dq.is_finite:
+                    break
+        rows = operands.query_rows(plan.answers["dq"], plan.problem, place.sequence)[place.q0 : place.q1]
+        sums.dq.write(rows, place.heads.first, place.heads.stop)
+        crew.in_turn(id(self._chain), place.turn, lambda: self._fold(inputs.k0, sums))
 
-    def _fold(self, k0: int, dk: Sum, dv: Sum) -> None:
+    def _fold(self, k0: int, sums: Sums) -> None:
         """Add the place's dk and dv to those of the chain, and write these after the last place."""
         plan, chain, heads, sequence = self._plan, self._chain, self.place.heads, self.place.sequence
-        for role, part in (("dk", dk), ("dv", dv)):
-            total = getattr(chain, role) or Sum(heads.kv_stop - heads.kv_first, sequence.k_len)
+        if chain.dk is None or chain.dv is None:
+            kv_heads = heads.kv_stop - heads.kv_first
+            chain.dk, chain.dv = Sum(kv_heads, sequence.k_len), Sum(kv_heads, sequence.k_len)
+        for role, total, part in (("dk", chain.dk, sums.dk), ("dv", chain.dv, sums.dv)):
             if part.total is not None:
                 total.add(k0, part.total)
-            setattr(chain, role, total)
             if self.place is chain.places[-1]:
-                total.write(
-                    operands.key_rows(plan.answers[role], plan.problem, sequence), heads.kv_first, heads.kv_stop
-                )
-                setattr(chain, role, None)
+                rows = operands.key_rows(plan.answers[role], plan.problem, sequence)
+                total.write(rows, heads.kv_first, heads.kv_stop)
+        if self.place is chain.places[-1]:
+            chain.dk = chain.dv = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What the regions of one place add up to; dk and dv from the first key on that any of them holds."""
+
+    dq: Sum
+    dk: Sum
+    dv: Sum
+
+    @classmethod
+    def empty(cls, inputs: Inputs) -> Sums:
+        """The sums of no regions."""
+        place, keys = inputs.place, inputs.k1 - inputs.k0
+        kv_heads = place.heads.kv_stop - place.heads.kv_first
+        return cls(dq=Sum(place.heads.count, place.q1 - place.q0), dk=Sum(kv_heads, keys), dv=Sum(kv_heads, keys))
+
+    @classmethod
+    def of(cls, inputs: Inputs, gradients: Kernel, crew: Crew) -> Sums:
+        """The sums of all regions."""
+        sums = cls.empty(inputs)
+        for region in inputs.regions:
+            crew.check()
+            dq, dk, dv = gradients(region)
+            sums.dq.add(region.q0 - inputs.place.q0, dq)
+            sums.dk.add(region.k0 - inputs.k0, dk)
+            sums.dv.add(region.k0 - inputs.k0, dv)
+        return sums
 
 
 def _zero_unowned_rows(problem: Problem[object], gradients: Mapping[str, torch.Tensor]) -> None:

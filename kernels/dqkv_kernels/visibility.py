@@ -15,7 +15,7 @@ KEYS_PER_REGION = 4096
 """A region's keys are copied to fp32, so their number bounds the memory; large enough that the copy costs nothing."""
 ROWS_UNBOUNDED_LEFT = 4096
 """Rows of a block when keys are only cut on the right: the fewer blocks, the fewer partial sums are added up."""
-ROWS_BOUNDED_LEFT = (256, 1024)
+ROWS_BOUNDED_LEFT = (128, 1024)
 """Rows of a block of a sliding window, least and most: wide blocks waste hidden keys, narrow ones waste calls."""
 FULL_KEYS_LEAST = 256
 """A fully visible piece narrower than this is computed under its neighbours' mask instead of in its own call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from rig.caller import Caller
 from rig.memory import SHM, PosixMemory, segment_names
 from rig.process import wait_for
 from rig.server import Running, running
-from rig.wire import Failure, assert_right, sample
+from rig.wire import ROLES, Failure, assert_right, sample
 
 import dqkv
 from dqkv.v1 import gradient_pb2 as pb
@@ -144,6 +145,63 @@ def test_a_client_that_dies_leaves_nothing_behind_its_lease() -> None:
                 client.kill()
         wait_for(lambda: segment_names() <= names, "no name is left; others of this machine come and go")
         wait_for(lambda: server.metric("dqkv_region_bytes", kind="posix") == 0, "the region is closed")
+
+
+# ---- requests that were given up
+LONG_ROWS = (1, 2048, 8, 64)
+"""Some tenths of a second on one core, written all the while."""
+MARK = 7.0
+REGION_NBYTES = 9 * 4 * int(np.prod(LONG_ROWS))
+
+
+def long_request(region: dqkv.Region | dqkv.AsyncRegion) -> dict[str, np.ndarray]:
+    """Inputs and gradients in one region, by role."""
+    step = 4 * int(np.prod(LONG_ROWS))
+    arrays = {
+        role: region.tensor(LONG_ROWS, "fp32", byte_offset=place * step)
+        for place, role in enumerate((*ROLES, "dq", "dk", "dv"))
+    }
+    random = np.random.default_rng(3)
+    for role in ROLES:
+        arrays[role][...] = random.standard_normal(LONG_ROWS, dtype=np.float32)
+    return arrays
+
+
+def is_left_alone(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether gradients' memory, marked now, is as it was after the time that the whole request would have taken."""
+    for role in ("dq", "dk", "dv"):
+        arrays[role][...] = MARK
+    time.sleep(0.6)
+    return all((arrays[role] == MARK).all() for role in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.15, 0.25])
+async def test_nothing_is_written_after_a_cancelled_request_has_ended(server: Running, delay_s: float) -> None:
+    """The caller may use the memory for something else as soon as it has its answer, whatever that is."""
+    async with (
+        dqkv.AsyncClient(server.target, timeout_s=60) as client,
+        await client.region(REGION_NBYTES, kind="memfd") as region,
+    ):
+        arrays = long_request(region)
+        task = asyncio.create_task(client.backward(**arrays))
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(is_left_alone, arrays)
+
+
+@pytest.mark.parametrize("inline_nbytes", [None, -1], ids=["unary", "stream"])
+def test_nothing_is_written_after_a_deadline_has_passed(server: Running, inline_nbytes: int | None) -> None:
+    """Whether the server refuses it at once, because it predicts more, or gives it up in the middle."""
+    with (
+        dqkv.Client(server.target, timeout_s=60, inline_nbytes=inline_nbytes) as client,
+        client.region(REGION_NBYTES, kind="memfd") as region,
+    ):
+        arrays = long_request(region)
+        with pytest.raises(dqkv.errors.WontFinish):
+            client.backward(**arrays, timeout_s=0.15)
+        assert is_left_alone(arrays)
 
 
 # ---- whose memory it stays

@@ -49,6 +49,11 @@ class Call:
         """Whether the server writes gradients into memory of ours."""
         return bool(self._outputs)
 
+    @property
+    def written(self) -> frozenset[bytes]:
+        """Handles of the regions that the server writes gradients into."""
+        return frozenset(tensor.data.handle for tensor in self._outputs.values())
+
     async def attempt(self, connection: Connection, deadline: float, *, inline_nbytes: int) -> Gradients[HostArray]:
         """Sends the request and waits for the gradients; streams where either way has more than inline_nbytes.
 

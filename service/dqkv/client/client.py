@@ -26,6 +26,9 @@ from dqkv.v1 import gradient_pb2 as pb
 TIMEOUT_S = 300.0
 """Longest wait for gradients where the caller names none."""
 
+UNANSWERED = (errors.WontFinish, errors.TransportError, errors.Cancelled)
+"""Errors after which the server may still be at work on the request."""
+
 T = TypeVar("T")
 
 
@@ -86,13 +89,20 @@ class AsyncClient:
         check_outputs(problem, outputs)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         call = Call(problem, outputs, self._regions.find)
-        return await self._retry.run(
-            lambda: self._attempt(call, deadline),
-            deadline=deadline,
-            writes_region=call.writes_region,
-            sleep=self._waiting.sleep,
-            before_retry=self._connection.forget,
-        )
+        try:
+            return await self._retry.run(
+                lambda: self._attempt(call, deadline),
+                deadline=deadline,
+                writes_region=call.writes_region,
+                sleep=self._waiting.sleep,
+                before_retry=self._connection.forget,
+            )
+        except BaseException as error:
+            answered = isinstance(error, errors.DqkvError) and not isinstance(error, UNANSWERED)
+            if call.writes_region and not answered:
+                # The server learns a moment later that nobody waits any more, and writes until then.
+                await self._regions.until_unused(call.written)
+            raise
 
     async def estimate(self, problem: Problem[Any]) -> Estimate:
         """What the problem would cost here and now; its tensors need no bytes. Raises what `backward` raises."""

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 NONCE_NBYTES = 32
+SETTLE_S = 15.0
+"""Longest wait for the end of a request that was given up; a device that does not stop by then is ended itself."""
+SETTLE_POLL_S = 0.01
 RENEWALS_A_LEASE = 3
 """The heartbeat renews this often within a lease, so that one lost call does not end the region."""
 GREETING = b"\x01"
@@ -182,6 +185,16 @@ class RegionTable:
             await self._call(self._connection.regions.ReleaseRegion, request)
         except (errors.RegionUnknown, errors.RegionLeaseExpired):
             return
+
+    async def until_unused(self, handles: Collection[bytes]) -> None:
+        """Waits until no request uses these regions any more, or the server cannot be asked; SETTLE_S at most."""
+        deadline = time.monotonic() + SETTLE_S
+        with suppress(errors.DqkvError):
+            while not self._closed and time.monotonic() < deadline:
+                answer = await self._call(self._connection.regions.ListRegions, pb.ListRegionsRequest())
+                if not any(region.in_use for region in answer.regions if region.handle in handles):
+                    return
+                await self._waiting.sleep(SETTLE_POLL_S)
 
     async def close(self) -> None:
         """Ends all regions; a server that cannot be reached ends them itself when their leases run out."""
