@@ -18,16 +18,16 @@ def block_width(width):
     return 64 if width % 64 == 0 else 32
 
 
-def tile_layout(rows, width, stages=1, columns=None):
+def tile_layout(rows, width, stages=1):
     """The CuTe layout of (rows, width, stages) in shared memory, before `tile_swizzle` permutes its vectors."""
-    columns = columns or block_width(width)
+    columns = block_width(width)
     atom = cute.make_layout((8, columns), stride=(columns, 1))
     return cute.tile_to_shape(atom, (rows, width, stages), order=(0, 1, 2))
 
 
-def tile_swizzle(width, columns=None):
+def tile_swizzle(width):
     """The permutation, as one of byte addresses: bits 4 and up (a 16-byte vector) mixed with bits 7 and up (a row)."""
-    return cute.make_swizzle(3 if (columns or block_width(width)) == 64 else 2, 4, 3)
+    return cute.make_swizzle(3 if block_width(width) == 64 else 2, 4, 3)
 
 
 def transposed(tile):
@@ -38,14 +38,11 @@ def transposed(tile):
 
 
 class TileCopy:
-    """How `num_threads` threads move a (rows, width) tile, 16 bytes a thread and step.
+    """How `num_threads` threads move a (rows, width) tile, 16 bytes a thread and step."""
 
-    columns: of one block, where the width itself does not decide it.
-    """
-
-    def __init__(self, rows, width, num_threads, columns=None):
+    def __init__(self, rows, width, num_threads):
         self.rows, self.width, self.num_threads = rows, width, num_threads
-        self.columns = columns or block_width(width)
+        self.columns = block_width(width)
         self.lanes = self.columns // VECTOR
         self.rows_a_pass = num_threads // self.lanes
         self.passes = (rows + self.rows_a_pass - 1) // self.rows_a_pass

@@ -25,17 +25,13 @@ class MainLoop:
 
     def __init__(self, tile, dtype, grad_dtype, softcap):
         self.tile, self.dtype, self.grad_dtype, self.softcap = tile, dtype, grad_dtype, softcap
-        self.num_threads = tile.num_threads
+        self.num_threads = tile.num_threads  # of the CTA
+        self.work_threads = tile.dq_threads  # that load tiles and write gradients
 
     def operand(self, memory, name):
         """The tensor (rows, columns, stage) of one operand in its part of shared memory."""
         rows, width, stages = self.sizes(name)
-        columns = self.block_columns(name)
-        return memory.get_tensor(tile_layout(rows, width, stages, columns), swizzle=tile_swizzle(width, columns))
-
-    def block_columns(self, name):
-        """Columns of one block of an operand in shared memory; None where its width decides."""
-        return None
+        return memory.get_tensor(tile_layout(rows, width, stages), swizzle=tile_swizzle(width))
 
     @cute.jit
     def __call__(
@@ -166,7 +162,7 @@ class MainLoop:
         rows = sequence.seqlen_k - row
         operands = (("k", k, storage.k), ("v", v, storage.v))
         for name, tensor, memory in operands:
-            TileCopy(self.tile.tile_n, self.sizes(name)[1], self.num_threads, self.block_columns(name)).load(
+            TileCopy(self.tile.tile_n, self.sizes(name)[1], self.work_threads).load(
                 Int32(memory.data_ptr().toint()),
                 key_address(sequence, tensor, head, row),
                 row_stride_bytes(tensor),
@@ -197,7 +193,7 @@ class MainLoop:
             (dout, storage.dout, self.tile.head_dim_v, stages[1]),
         )
         for tensor, memory, width, stage in operands:
-            TileCopy(tile_m, width, self.num_threads).load(
+            TileCopy(tile_m, width, self.work_threads).load(
                 Int32(memory.data_ptr().toint()) + stage * (tile_m * width * 2),
                 query_address(sequence, tensor, head, row),
                 row_stride_bytes(tensor),
@@ -240,10 +236,27 @@ class MainLoop:
         tid: Int32,
     ):
         """Adds a tile to dq_accum; when deterministic, after all higher key tiles have added theirs."""
-        tile_m = self.tile.tile_m
-        padded_rows = Int64(turns.shape[1]) * tile_m
-        index = padded_index(sequence, padded_rows, head, m * tile_m)
-        turn = turns.iterator + (Int64(head) * Int64(turns.shape[1]) + sequence.padded_row // tile_m + Int64(m))
+        turn = self.turn_of(turns, sequence, head, m)
+        self.await_turn(turn, mask, m, n, deterministic, tid)
+        block = self.dq_block(dq_accum, turns, sequence, head, m)
+        accumulator.add(block, rdQ, tid, self.work_threads, self.tile.red_width)
+        self.pass_turn(turn, deterministic, tid)
+
+    def dq_block(self, dq_accum, turns, sequence, head, m):
+        """Int64 byte address of the block of dq_accum that tile m of a head owns."""
+        padded_rows = Int64(turns.shape[1]) * self.tile.tile_m
+        index = padded_index(sequence, padded_rows, head, m * self.tile.tile_m)
+        return dq_accum.iterator.toint() + index * (self.tile.head_dim * 4)
+
+    def turn_of(self, turns, sequence, head, m):
+        """Pointer to the count of key tiles that have added to tile m of a head."""
+        return turns.iterator + (
+            Int64(head) * Int64(turns.shape[1]) + sequence.padded_row // self.tile.tile_m + Int64(m)
+        )
+
+    @cute.jit
+    def await_turn(self, turn: cute.Pointer, mask, m: Int32, n: Int32, deterministic: Int32, tid: Int32):
+        """When deterministic, waits until all higher key tiles have added theirs."""
         if deterministic != 0:
             if tid == 0:
                 # a CTA waits only for CTAs of lower index, and those are started first
@@ -251,19 +264,24 @@ class MainLoop:
                 done = Int32(0)
                 while done < before:
                     done = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-            cute.arch.sync_threads()
-        accumulator.add(
-            dq_accum.iterator.toint() + index * (self.tile.head_dim * 4),
-            rdQ,
-            tid,
-            self.num_threads,
-            self.tile.red_width,
-        )
+            self.meet_adders()
+
+    @cute.jit
+    def pass_turn(self, turn: cute.Pointer, deterministic: Int32, tid: Int32):
+        """When deterministic, lets the next key tile add."""
         if deterministic != 0:
             cute.arch.fence_acq_rel_gpu()
-            cute.arch.sync_threads()
+            self.meet_adders()
             if tid == 0:
                 cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
+
+    def meet_adders(self):
+        """A barrier of the threads that add to dq_accum."""
+        cute.arch.sync_threads()
+
+    def meet_writers(self):
+        """A barrier of the threads that write gradients."""
+        cute.arch.sync_threads()
 
     @cute.jit
     def write(
@@ -290,8 +308,8 @@ class MainLoop:
             write_pairs(fragment, place, address, pitch, (rows, gradient.shape[3]))
         else:
             self.put(fragment, mma, self.operand(memory, name), tid)
-            cute.arch.sync_threads()
-            TileCopy(tile_n, width, self.num_threads, self.block_columns(name)).store(
+            self.meet_writers()
+            TileCopy(tile_n, width, self.work_threads).store(
                 Int32(memory.data_ptr().toint()), address, pitch, (rows, gradient.shape[3]), tid
             )
 

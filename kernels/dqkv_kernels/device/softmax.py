@@ -50,5 +50,6 @@ def probabilities(
                 # the exponent may be anything where nothing is seen: -inf makes P zero whatever lse_log2 is
                 rS[j] = Float32(cutlass.select_(seen, rS[j], Float32(float("-inf"))))
         for j in cutlass.range_constexpr(cute.size(rS)):
-            rS[j] = cute.math.exp2(rS[j], fastmath=True)
-        rP.store(rS.load().to(rP.element_type))
+            p = cute.math.exp2(rS[j], fastmath=True)
+            rP[j] = p.to(rP.element_type)
+            rS[j] = p

@@ -57,10 +57,6 @@ class MainLoop90(MainLoop):
             "ds": (tile.tile_n, tile.tile_m, self.stages_ds),
         }[name]
 
-    def block_columns(self, name):
-        """Half of K's columns, what a warpgroup takes for dQ, must be whole blocks."""
-        return 32 if name == "k" and self.tile.head_dim // WARPGROUPS % 64 else None
-
     def tiled_mmas(self):
         """wgmma for S^T and dP^T (keys, queries), dV and dK (keys, width), and dQ (queries, width).
 
