@@ -4,16 +4,18 @@
 
 Each row times a problem computed by `dqkv_kernels.attention_backward` and the backward of PyTorch's
 scaled_dot_product_attention on the same values, interleaved in pairs that start with either side in turn; the ratio
-is the median over the pairs of PyTorch's time by ours, with its quartiles. Ours gets dense (batch, rows, heads,
-head_dim) tensors and writes into memory it is given; PyTorch gets heads-first contiguous copies, made before, which is
-the layout it is fastest in, and with 16-bit requests these copies are fp32, so that both sum in fp32. Where PyTorch
-has no such option the row says what the peer leaves out. Results go to benchmarks/results/cpu_backend.json.
+is the median over the pairs of PyTorch's time by ours, with its quartiles, and beside it the load of the machine then:
+other work on it disturbs both sides. Ours gets dense (batch, rows, heads, head_dim) tensors and writes into memory it
+is given; PyTorch gets heads-first contiguous copies, made before, which is the layout it is fastest in, and with 16-bit
+requests these copies are fp32, so that both sum in fp32. Where PyTorch has no such option the row says what the peer
+leaves out. Results go to benchmarks/results/cpu_backend.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -39,28 +41,32 @@ Measure = Callable[[Problem[Any], Tensors, Tensors], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A problem to time. `target` None is a row for information; `peer` says how PyTorch's work differs."""
+    """A problem to time: `keys` of one sequence, or of `parts` packed ones; `peer` says how PyTorch's work differs."""
 
     name: str
-    seqlen_q: int = 1024
-    seqlen_k: int | None = None
+    keys: int
+    queries: float = 1.0
     head_dim: int = 64
     head_dim_v: int | None = None
     kv_heads: int = HEADS
     window: Window = field(default_factory=Window)
     dtype: DType = DType.FP32
     softcap: float = 0.0
-    cu_seqlens: tuple[int, ...] | None = None
+    parts: tuple[int, ...] = ()
     without: tuple[str, ...] = ()
     dlse: bool = False
     peer: str = ""
-    target: float | None = ELSEWHERE_TARGET
-    in_quick: bool = True
+    target: float = ELSEWHERE_TARGET
 
     @property
-    def keys(self) -> int:
-        """Keys of the sequence, or of all sequences."""
-        return self.seqlen_k or self.seqlen_q
+    def seqlen_q(self) -> int:
+        """Queries of the sequence, or of all sequences."""
+        return int(self.keys * self.queries)
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...] | None:
+        """Where packed sequences begin and end; None for a dense one."""
+        return tuple(self.keys * part // self.parts[-1] for part in self.parts) or None
 
     @property
     def width_v(self) -> int:
@@ -69,99 +75,46 @@ class Row:
 
 
 CAUSAL = Window(right=0)
+# fmt: off
+ELSEWHERE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("delta for out, full", {"without": ("out",)}),
+    ("delta for out, causal, head_dim 128", {"head_dim": 128, "window": CAUSAL, "without": ("out",)}),
+    ("dlse, full", {"dlse": True, "peer": "no dlse"}),
+    ("window 256 back", {"window": Window(left=256, right=0)}),
+    ("window 64 both ways, 16 sink tokens, head_dim 128",
+     {"head_dim": 128, "window": Window(left=64, right=64, sink_token_length=16)}),
+    ("8 key heads, causal", {"kv_heads": 8, "window": CAUSAL}),
+    ("1 key head, full", {"kv_heads": 1}),
+    ("half as many queries, causal", {"queries": 0.5, "window": CAUSAL}),
+    ("half as many queries, full", {"queries": 0.5}),
+    ("head_dim 192, head_dim_v 128, causal", {"head_dim": 192, "head_dim_v": 128, "window": CAUSAL}),
+    ("packed, 4 sequences, causal", {"parts": (0, 1, 4, 9, 16), "window": CAUSAL, "peer": "one call a sequence"}),
+    ("softcap, causal, head_dim 128",
+     {"head_dim": 128, "window": CAUSAL, "softcap": 30.0, "peer": "eager with softcap"}),
+    ("softmax_lse absent, full", {"without": ("softmax_lse",), "peer": "forward and backward"}),
+)
+# fmt: on
+"""What PyTorch's kernel does not compute as it is: the fields of each row beside the number of keys."""
 
 
 def rows() -> list[Row]:
     """All rows: first those that PyTorch's kernel computes as they are, then the rest of what the backend takes."""
     same = [
         Row(
-            name=f"{dtype} {seqlen} x {head_dim} {'causal' if window.right == 0 else 'full'}",
-            seqlen_q=seqlen,
+            name=f"{dtype} {'causal' if window == CAUSAL else 'full'}, head_dim {head_dim}",
+            keys=keys,
             head_dim=head_dim,
             window=window,
             dtype=dtype,
             target=KERNEL_TARGET,
-            in_quick=seqlen == 1024,
         )
         for dtype in (DType.FP32, DType.BF16)
-        for seqlen in (1024, 2048, 4096)
+        for keys in (1024, 2048, 4096)
         for head_dim in (64, 128)
         for window in (Window(), CAUSAL)
-        if dtype is DType.FP32 or seqlen < 4096
+        if dtype is DType.FP32 or keys < 4096
     ]
-    seqlens = ((1024, True), (2048, False))
-    rest = [
-        row
-        for seqlen, in_quick in seqlens
-        for row in (
-            Row(name=f"delta for out, full {seqlen}", seqlen_q=seqlen, without=("out",), in_quick=in_quick),
-            Row(
-                name=f"delta for out, causal {seqlen} x 128",
-                seqlen_q=seqlen,
-                head_dim=128,
-                window=CAUSAL,
-                without=("out",),
-                in_quick=in_quick,
-            ),
-            Row(name=f"dlse, full {seqlen}", seqlen_q=seqlen, dlse=True, peer="no dlse", in_quick=in_quick),
-            Row(name=f"window 256 back {seqlen}", seqlen_q=seqlen, window=Window(left=256, right=0), in_quick=in_quick),
-            Row(
-                name=f"window 64 both ways, 16 sink tokens {seqlen} x 128",
-                seqlen_q=seqlen,
-                head_dim=128,
-                window=Window(left=64, right=64, sink_token_length=16),
-                in_quick=in_quick,
-            ),
-            Row(name=f"8 key heads, causal {seqlen}", seqlen_q=seqlen, kv_heads=8, window=CAUSAL, in_quick=in_quick),
-            Row(name=f"1 key head, full {seqlen}", seqlen_q=seqlen, kv_heads=1, in_quick=in_quick),
-            Row(
-                name=f"{seqlen // 2} queries, {seqlen} keys, causal",
-                seqlen_q=seqlen // 2,
-                seqlen_k=seqlen,
-                window=CAUSAL,
-                in_quick=in_quick,
-            ),
-            Row(
-                name=f"{seqlen // 2} queries, {seqlen} keys, full",
-                seqlen_q=seqlen // 2,
-                seqlen_k=seqlen,
-                in_quick=in_quick,
-            ),
-            Row(
-                name=f"head_dim 192, head_dim_v 128, causal {seqlen}",
-                seqlen_q=seqlen,
-                head_dim=192,
-                head_dim_v=128,
-                window=CAUSAL,
-                in_quick=in_quick,
-            ),
-            Row(
-                name=f"packed, 4 sequences in {seqlen}, causal",
-                seqlen_q=seqlen,
-                cu_seqlens=tuple(seqlen * part // 16 for part in (0, 1, 4, 9, 16)),
-                window=CAUSAL,
-                peer="one call a sequence",
-                in_quick=in_quick,
-            ),
-            Row(
-                name=f"softcap, causal {seqlen} x 128",
-                seqlen_q=seqlen,
-                head_dim=128,
-                window=CAUSAL,
-                softcap=30.0,
-                peer="eager with softcap",
-                in_quick=in_quick,
-            ),
-            Row(
-                name=f"softmax_lse absent, full {seqlen}",
-                seqlen_q=seqlen,
-                without=("softmax_lse",),
-                peer="forward and backward",
-                in_quick=in_quick,
-            ),
-        )
-    ]
-    return same + rest
+    return same + [Row(name=name, keys=keys, **fields) for keys in (1024, 2048) for name, fields in ELSEWHERE]
 
 
 # ---- ours
@@ -290,6 +243,7 @@ def measure(row: Row, pairs: int, ours: Measure) -> dict[str, Any]:
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
         "row": row.name,
+        "seqlen": row.keys,
         "peer": row.peer or "the same",
         "kernel": kernel,
         "torch_ms": round(statistics.median(times["torch"]) * 1e3, 1),
@@ -297,6 +251,7 @@ def measure(row: Row, pairs: int, ours: Measure) -> dict[str, Any]:
         "ratio": round(middle, 3),
         "ratio_quartiles": [round(low, 3), round(high, 3)],
         "pairs": pairs,
+        "load": round(os.getloadavg()[0], 1),
         "target": row.target,
     }
 
@@ -309,13 +264,13 @@ def peak_memory(seqlens: list[int]) -> list[dict[str, Any]]:
     for name, window in (("causal", CAUSAL), ("window 256 back", Window(left=256, right=0))):
         for seqlen in seqlens:
             with context.Pool(1) as pool:
-                extra = pool.apply(_peak_of, (Row(name=name, seqlen_q=seqlen, window=window, dtype=DType.BF16),))
+                extra = pool.apply(_peak_of, (Row(name=name, keys=seqlen, window=window, dtype=DType.BF16),))
             found.append({"row": f"bf16 {name}", "seqlen": seqlen, "extra_mib": round(extra / 2**20, 1)})
     return found
 
 
 def _peak_of(row: Row) -> int:
-    warm = request(small := Row(name="warm", seqlen_q=64), values_of(small))
+    warm = request(small := Row(name="warm", keys=64), values_of(small))
     in_process(*warm)
     problem, tensors, gradients = request(row, values_of(row))
     with open("/proc/self/clear_refs", "w") as clear:
@@ -344,20 +299,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="seqlen 1024 only, 3 pairs, memory to 4096")
     parser.add_argument("--only", default="", help="rows whose name holds these words")
     arguments = parser.parse_args()
-    pairs = 3 if arguments.quick else 9
+    pairs = 3 if arguments.quick else 7
     found = []
     print(
-        f"{'problem (32 heads)':<54}{'kernel':<16}{'torch ms':>9}{'ours ms':>9}{'ratio':>7}  quartiles    target  peer"
+        f"{'problem (32 heads)':<62}{'kernel':<16}{'torch ms':>9}{'ours ms':>9}  ratio  quartiles  target  load  peer"
     )
     for row in rows():
-        if arguments.only not in row.name or (arguments.quick and not row.in_quick):
+        if arguments.only not in row.name or (arguments.quick and row.keys > 1024):
             continue
         result = measure(row, pairs, in_process)
         found.append(result)
         low, high = result["ratio_quartiles"]
         print(
-            f"{row.name:<54}{result['kernel']:<16}{result['torch_ms']:>9}{result['ours_ms']:>9}{result['ratio']:>7.2f}"
-            f"  {low:.2f}-{high:.2f}    {row.target or '-':>6}  {result['peer']}",
+            f"{f'{row.name}, seqlen {row.keys}':<62}{result['kernel']:<16}{result['torch_ms']:>9}{result['ours_ms']:>9}"
+            f"{result['ratio']:>7.2f}  {low:.2f}-{high:.2f}{row.target:>8}{result['load']:>6}  {result['peer']}",
             flush=True,
         )
     memory = (

@@ -111,41 +111,60 @@ class Sum:
     def __init__(self, heads: int, rows: int) -> None:
         self._heads = heads
         self._rows = rows
-        self._total: torch.Tensor | None = None
+        self._written = 0  # rows up to here hold sums, those behind hold nothing yet
+        self._memory: torch.Tensor | None = None
 
     def add(self, start: int, value: torch.Tensor) -> None:
         """Add value (heads * n, m, width) to the rows from start on, each n heads together in their order.
 
         The value belongs to the sum from now on.
         """
-        parts = value.reshape(self._heads, -1, *value.shape[1:])
-        rows = slice(start, start + value.shape[1])
-        rest = 0
-        if self._total is None and value.shape[1] == self._rows:
-            self._total, rest = parts[:, 0], 1
-        elif self._total is None:
-            shape = (self._heads, self._rows, value.shape[2])
-            self._total = torch.zeros(shape, dtype=torch.float32, device=value.device)
-        for index in range(rest, parts.shape[1]):
-            self._total[:, rows] += parts[:, index]
+        first, *rest = value.reshape(self._heads, -1, *value.shape[1:]).unbind(1)
+        stop = start + value.shape[1]
+        if self._memory is None and value.shape[1] == self._rows:
+            self._memory, self._written = first, stop
+            memory = first
+        else:
+            memory = self._put(start, stop, first)
+        for part in rest:
+            memory[:, start:stop] += part
 
     @property
     def total(self) -> torch.Tensor | None:
-        """The sum; None before anything was added."""
-        return self._total
+        """The sum, zero in rows that nothing was added to; None if nothing was added at all."""
+        if self._memory is not None and self._written < self._rows:
+            self._memory[:, self._written :].zero_()
+            self._written = self._rows
+        return self._memory
 
     @property
     def is_finite(self) -> bool:
         """Whether the sum holds neither NaN nor an infinity."""
-        if self._total is None:
+        total = self.total
+        if total is None:
             return True
-        low, high = torch.aminmax(self._total)
+        low, high = torch.aminmax(total)
         return math.isfinite(low.item()) and math.isfinite(high.item())
 
     def write(self, rows: torch.Tensor, first: int, stop: int) -> None:
         """Round the sum once into the heads first to stop of rows (rows, all heads, n); zeros if nothing was added."""
-        target = rows[:, first:stop].transpose(0, 1)
-        if self._total is None:
+        target, total = rows[:, first:stop].transpose(0, 1), self.total
+        if total is None:
             target.zero_()
         else:
-            target.copy_(self._total[:, :, : rows.shape[-1]])
+            target.copy_(total[:, :, : rows.shape[-1]])
+
+    def _put(self, start: int, stop: int, value: torch.Tensor) -> torch.Tensor:
+        """Add value (heads, m, width) where there are sums already, copy it where there are none yet; all sums."""
+        memory = self._memory
+        if memory is None:
+            memory = torch.empty(self._heads, self._rows, value.shape[2], dtype=torch.float32, device=value.device)
+        if self._written < start:
+            memory[:, self._written : start].zero_()
+        seam = min(max(self._written, start), stop)
+        if start < seam:
+            memory[:, start:seam] += value[:, : seam - start]
+        if seam < stop:
+            memory[:, seam:stop].copy_(value[:, seam - start :])
+        self._memory, self._written = memory, max(self._written, stop)
+        return memory

@@ -83,7 +83,7 @@ class Backward:
     def __init__(self, plan: Plan, chain: Chain, place: Place) -> None:
         self.place = place
         self.kernel = ""
-        self.dsink = torch.zeros(place.heads.count, dtype=torch.float64)
+        self.dsink = torch.zeros(place.heads.count, dtype=torch.float64, device=plan.device)
         self._plan = plan
         self._chain = chain
 

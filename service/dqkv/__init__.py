@@ -62,7 +62,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        says = f"dqkv.{name} needs torch: pip install 'dqkv[client-torch]'"
+        raise ModuleNotFoundError(says, name="torch") from None
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 app = typer.Typer(name="dqkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 kernels = typer.Typer(no_args_is_help=True, help="Build GPU kernels ahead of time, list and verify them.")
 app.add_typer(kernels, name="kernels")
+
+SERVER_MODULES = (
+    "fastapi",
+    "grpc_health",
+    "grpc_reflection",
+    "msgspec",
+    "prometheus_client",
+    "pydantic",
+    "pydantic_settings",
+    "structlog",
+    "torch",
+    "uvicorn",
+)
+"""What the extra named server brings."""
 
 Address = Annotated[str, typer.Argument(help="host:port of the server's gRPC port, or unix:/path")]
 RootCa = Annotated[Path | None, typer.Option(help="PEM file of the CA to trust; any of these four turns TLS on")]
@@ -32,6 +47,21 @@ def main() -> None:
     app()
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dqkv {metadata.version('dqkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def dqkv(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The exact gradients of attention, from a server: dQ, dK and dV."""
+
+
 @app.command()
 def serve(
     given: Annotated[
@@ -39,6 +69,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve gradients until SIGTERM or SIGINT. `dqkv settings` lists what can be set."""
+    _need_server_extra("serve")
     from dqkv.server.app import run
     from dqkv.settings import Settings, SettingsInvalid
 
@@ -83,6 +114,7 @@ def verify_kernels(out: KernelDirectory = KERNELS) -> None:
 @app.command()
 def demo() -> None:
     """Start a server here, send it three requests, and show their errors and where the time went."""
+    _need_server_extra("demo")
     from dqkv.cli.demo import run
 
     raise typer.Exit(run())
@@ -130,6 +162,7 @@ def bench(
 @app.command()
 def settings() -> None:
     """List what can be set: the name in the environment, its default, and what it means."""
+    _need_server_extra("settings")
     from rich.console import Console
     from rich.table import Table
 
@@ -139,6 +172,12 @@ def settings() -> None:
     for knob in table():
         rows.add_row(knob.name, knob.default, knob.meaning)
     Console().print(rows)
+
+
+def _need_server_extra(command: str) -> None:
+    if any(util.find_spec(name) is None for name in SERVER_MODULES):
+        typer.echo(f"dqkv {command} needs pip install 'dqkv[server]'", err=True)
+        raise typer.Exit(1)
 
 
 def _tls(root_ca: Path | None, certificate: Path | None, key: Path | None, server_name: str | None) -> Tls | None:
@@ -154,12 +193,18 @@ def _tls(root_ca: Path | None, certificate: Path | None, key: Path | None, serve
 
 
 def _door(address: str, tls: Tls | None, token_file: Path | None) -> Door:
+    from dqkv import errors
+    from dqkv.client.endpoint import Endpoint
     from dqkv.courier import Door
 
     try:
         token = None if token_file is None else token_file.read_text().strip()
     except OSError as error:
         raise typer.BadParameter(f"{token_file}: {error.strerror}", param_hint="--token-file") from None
+    try:
+        Endpoint(address=address, tls=tls, token=token)
+    except errors.OptionInvalid as error:
+        raise typer.BadParameter(error.message) from None
     return Door(address=address, tls=tls, token=token)
 
 

@@ -19,8 +19,8 @@ from dqkv.location import Inline, InRegion, InStream, Location
 from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Lengths, LseScope, Options, Problem, Report, Window
 from dqkv.tensor import DType, Tensor, dense_strides
 from dqkv.v1 import gradient_pb2 as pb
+from dqkv.wire import HANDLE_NBYTES
 
-HANDLE_NBYTES = 16
 DIMENSIONS_LIMIT = 4
 SEQUENCES_LIMIT = 1 << 20
 """Of one request: whoever reads more integers than these one by one does nothing else for a while."""

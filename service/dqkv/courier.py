@@ -14,12 +14,9 @@ from dqkv.client.arrays import HostArray
 from dqkv.client.client import Client
 from dqkv.client.endpoint import Tls
 from dqkv.client.regions import Region
-from dqkv.client.segment import Kind
+from dqkv.client.segment import Kind, aligned
 from dqkv.problem import Gradients, Problem
 from dqkv.tensor import Tensor
-
-ALIGNMENT = 64
-"""Bytes between the starts of two tensors in a region."""
 
 
 class Transport(StrEnum):
@@ -119,7 +116,7 @@ class Load:
 
 def _region(client: Client, problem: Problem[HostArray]) -> Region:
     tensors = [*problem.tensors.values(), *problem.gradients.values()]
-    nbytes = max(sum(_slot(tensor.nbytes) for tensor in tensors), ALIGNMENT)
+    nbytes = max(sum(aligned(tensor.nbytes) for tensor in tensors), 1)
     try:
         return client.region(nbytes, kind=Kind.MEMFD)
     except errors.RegionInvalid:
@@ -127,17 +124,10 @@ def _region(client: Client, problem: Problem[HostArray]) -> Region:
 
 
 def _place(region: Region, problem: Problem[HostArray]) -> tuple[Problem[HostArray], dict[str, HostArray]]:
-    start, inputs, outputs = 0, dict[str, Tensor[HostArray]](), dict[str, HostArray]()
+    inputs = dict[str, Tensor[HostArray]]()
     for role, tensor in problem.tensors.items():
-        view = region.tensor(tensor.shape, tensor.dtype, byte_offset=start)
+        view = region.tensor(tensor.shape, tensor.dtype)
         view[...] = tensor.data
         inputs[role] = tensor.with_data(view)
-        start += _slot(tensor.nbytes)
-    for role, gradient in problem.gradients.items():
-        outputs[role] = region.tensor(gradient.shape, gradient.dtype, byte_offset=start)
-        start += _slot(gradient.nbytes)
+    outputs = {role: region.tensor(wanted.shape, wanted.dtype) for role, wanted in problem.gradients.items()}
     return problem.with_tensors(inputs), outputs
-
-
-def _slot(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -10,20 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from dqkv.problem import GRADIENT_ROLES, Problem
-from dqkv.tensor import DType
+from dqkv.tensor import NUMPY_DTYPES, DType
 
 Array: TypeAlias = NDArray[Any]
 
-ROUNDED: dict[DType, np.dtype[Any]] = {
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.FP16: np.dtype(np.float16),
-    DType.FP32: np.dtype(np.float32),
-}
 EPSILON = {DType.BF16: 2.0**-8, DType.FP16: 2.0**-11, DType.FP32: 2.0**-20}
 """Relative spacing of the 16-bit dtypes; for fp32 what its accumulation leaves, not its spacing."""
 EAGER_MULTIPLE = 3.0
@@ -75,13 +69,13 @@ def expect(problem: Problem[Array], exact: Forward) -> Expected:
     rounded), two units in the last place of the largest value, and what fp32 sums leave where terms cancel.
     """
     want = backward(problem, exact, np.dtype(np.float64))
-    dtype = ROUNDED[problem.dtype]
+    dtype = NUMPY_DTYPES[problem.dtype]
     rounded = Forward(out=exact.out.astype(dtype).astype(np.float32), lse=exact.lse.astype(np.float32))
     eager = backward(problem, rounded, dtype)
     floors, specs = _floors(problem, exact), problem.gradients
     budget = {}
     for role, gradient in want.items():
-        have = eager[role].astype(ROUNDED[specs[role].dtype]).astype(np.float64)
+        have = eager[role].astype(NUMPY_DTYPES[specs[role].dtype]).astype(np.float64)
         budget[role] = (
             EAGER_MULTIPLE * _largest(have - gradient)
             + 2 * EPSILON[specs[role].dtype] * _largest(gradient)

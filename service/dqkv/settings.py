@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "DQKV_"
-KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+SHOWN_LIMIT = 80
+"""Characters of a wrong value that a message repeats."""
 
 
 class SettingsInvalid(Exception):
@@ -43,15 +45,20 @@ class Token:
 class Settings(BaseSettings):
     """Every knob, with its unit and default; `Settings.load()` reads the environment. Raises SettingsInvalid there."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     # ---- where it listens
-    host: str = Field("127.0.0.1", description="address of the gRPC and HTTP ports; other than loopback needs TLS")
+    host: str = Field("127.0.0.1", description="address of both gRPC ports; other than loopback needs TLS")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port; 0 takes any free one")
     stream_port: int = Field(50052, ge=0, le=65535, description="port of BackwardStream; 0 takes any free one")
-    http_port: int = Field(
-        8080, ge=0, le=65535, description="port of health, metrics and info, without TLS; 0 takes any free one"
+    http_host: str = Field(
+        "127.0.0.1",
+        description="address of the HTTP port, which has neither TLS nor authentication: "
+        "whoever reaches it reads health, metrics and info",
     )
+    http_port: int = Field(8080, ge=0, le=65535, description="port of health, metrics and info; 0 takes any free one")
     unix_socket: Path | None = Field(
         None, description="path of a unix socket that also takes gRPC calls (its owner's alone); none by default"
     )
@@ -125,9 +132,10 @@ class Settings(BaseSettings):
     def load(cls, **given: Any) -> Settings:
         """The settings of this process: `given` by name, else DQKV_* of the environment, else the defaults.
 
-        Raises SettingsInvalid for an unknown DQKV_ name (naming the nearest known one) or a value that does not fit.
+        Raises SettingsInvalid for an unknown name (naming the nearest known one) or a value that does not fit.
         """
-        _refuse_unknown(os.environ)
+        _refuse_unknown(name for name in os.environ if name.upper().startswith(PREFIX))
+        _refuse_unknown(f"{PREFIX}{name.upper()}" for name in given)
         try:
             return cls(**given)
         except ValidationError as error:
@@ -167,7 +175,10 @@ class Settings(BaseSettings):
         """The bearer tokens of DQKV_TOKENS and DQKV_TOKENS_FILE. Raises SettingsInvalid; it never repeats a secret."""
         rows = self.tokens.get_secret_value().replace(",", "\n").splitlines()
         if self.tokens_file is not None:
-            rows += read_file(self.tokens_file, "tokens_file").decode().splitlines()
+            try:
+                rows += read_file(self.tokens_file, "tokens_file").decode().splitlines()
+            except UnicodeDecodeError:
+                raise SettingsInvalid(f"{PREFIX}TOKENS_FILE is {self.tokens_file}: it is no text in UTF-8") from None
         tokens = tuple(_parse_tokens(rows))
         names = [token.name for token in tokens]
         for name in names:
@@ -216,16 +227,48 @@ def read_file(path: Path, setting: str) -> bytes:
 def _refuse_unknown(names: Iterable[str]) -> None:
     known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name in names:
-        if not name.upper().startswith(PREFIX) or name.upper() in known:
+        if name.upper() in known:
             continue
         near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.0)
         raise SettingsInvalid(f"{name} is no setting; the nearest is {near[0]}")
 
 
 def _sentences(error: ValidationError) -> Iterator[str]:
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
-        where = "".join(f"{PREFIX}{str(part).upper()}: " for part in item["loc"][:1])
-        yield f"{where}{item['msg'].removeprefix('Value error, ')}"
+    for item in error.errors(include_url=False, include_context=False):
+        if not item["loc"]:
+            yield item["msg"].removeprefix("Value error, ")
+            continue
+        name = str(item["loc"][0])
+        field = Settings.model_fields[name]
+        secret = isinstance(field.default, SecretStr)
+        shown = "of another type" if secret else _shorten(repr(item["input"]))
+        yield f"{PREFIX}{name.upper()} is {shown}, and must be {_must_be(field)}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= SHOWN_LIMIT else f"{text[:SHOWN_LIMIT]}..."
+
+
+def _must_be(field: FieldInfo) -> str:
+    """What a setting takes, in words: its kind and its bounds."""
+    bound = {
+        name: getattr(rule, name)
+        for rule in field.metadata
+        for name in ("ge", "gt", "le", "pattern")
+        if getattr(rule, name, None) is not None
+    }
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if "pattern" in bound:
+        return f"of the form {bound['pattern'].strip('^$')}"
+    kinds: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "true or false"}
+    words = "a path" if Path in get_args(kind) else kinds.get(kind, "text")
+    if "ge" in bound and "le" in bound:
+        return f"{words} from {bound['ge']} to {bound['le']}"
+    if "ge" in bound:
+        return f"{words} of at least {bound['ge']}"
+    return f"{words} above {bound['gt']}" if "gt" in bound else words
 
 
 def _parse_tokens(rows: Iterable[str]) -> Iterator[Token]:

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import ml_dtypes
+import numpy as np
 
 from dqkv import errors
 
@@ -28,6 +31,14 @@ class DType(StrEnum):
     def itemsize(self) -> int:
         """Bytes of one element."""
         return 4 if self is DType.FP32 else 2
+
+
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
+    DType.BF16: np.dtype(ml_dtypes.bfloat16),
+    DType.FP16: np.dtype(np.float16),
+    DType.FP32: np.dtype(np.float32),
+}
+"""What numpy calls each, in this machine's byte order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

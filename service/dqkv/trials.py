@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dqkv import oracle
 from dqkv.problem import Lengths, LseScope, Options, Problem, Window
-from dqkv.tensor import DType, Tensor
+from dqkv.tensor import NUMPY_DTYPES, DType, Tensor
 
 Array: TypeAlias = NDArray[Any]
 
@@ -103,7 +103,7 @@ class Drawn:
 def draw(trial: Trial) -> Drawn:
     """The problem with its values drawn; the same trial draws the same."""
     rng = np.random.default_rng(zlib.crc32(trial.name.encode()))
-    dtype = oracle.ROUNDED[trial.dtype]
+    dtype = NUMPY_DTYPES[trial.dtype]
     q_rows, k_rows = _side(trial, "q"), _side(trial, "k")
     heads, kv_heads = trial.num_heads_q, trial.num_heads_kv
     q, k, v, dout = (
@@ -148,7 +148,7 @@ def _offsets(seqlens: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def _tensor(array: Array) -> Tensor[Array]:
-    names = {dtype: name for name, dtype in oracle.ROUNDED.items()}
+    names = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
     return Tensor.dense(names[array.dtype], array.shape, array)
 
 

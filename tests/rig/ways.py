@@ -87,7 +87,7 @@ class Shelf:
 
     def bytes(self) -> NDArray[np.uint8]:
         """A copy of all that was laid so far."""
-        return self._region.tensor((self._end // 4,), "fp32").view(np.uint8).copy()
+        return self._region.tensor((self._end // 4,), "fp32", byte_offset=0).view(np.uint8).copy()
 
     def _take(self, nbytes: int) -> int:
         place, self._end = self._end, self._end + -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from rig.server import Running, running
 
-from dqkv import oracle
 from dqkv.check import Outcome, check, judge
 from dqkv.courier import Answer, Courier, Door, Transport
 from dqkv.problem import Gradients, Report
+from dqkv.tensor import NUMPY_DTYPES
 from dqkv.trials import TRIALS, Drawn, Trial, draw
 
 REPORT = Report(arch="cpu", kernel="", device="")
@@ -112,7 +112,7 @@ def test_settings_are_listed() -> None:
 def answer_of(drawn: Drawn, change: Callable[[dict[str, Any]], None]) -> Answer:
     """The exact answer in the dtype asked for, changed."""
     specs = drawn.problem.gradients
-    roles = {role: array.astype(oracle.ROUNDED[specs[role].dtype]) for role, array in drawn.expected.gradients.items()}
+    roles = {role: array.astype(NUMPY_DTYPES[specs[role].dtype]) for role, array in drawn.expected.gradients.items()}
     change(roles)
     return Answer(gradients=Gradients(**{"dsink": None, **roles}, report=REPORT), round_trip_s=0.0)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import grpc
@@ -22,7 +23,8 @@ from grpc_status import rpc_status
 import dqkv
 from dqkv import codec, errors, framing
 from dqkv.client.endpoint import Endpoint
-from dqkv.client.retry import Retry
+from dqkv.client.hints import Contact, hinted
+from dqkv.client.retry import SAFE_REASONS, Retry
 from dqkv.framing import Part, Receiver, Sender
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
@@ -111,7 +113,13 @@ def ask_by_stream(address: str) -> None:
 # ---- retries
 @pytest.mark.parametrize(
     "error",
-    [errors.Draining("a"), errors.QueueFull("b", retry_after_s=0.01), errors.QuotaBytes("c"), errors.DeviceLost("d")],
+    [
+        errors.Draining("a"),
+        errors.QueueFull("b", retry_after_s=0.01),
+        errors.QuotaBytes("c"),
+        errors.DeviceLost("d"),
+        errors.QuotaStreams("e", retry_after_s=0.01),
+    ],
 )
 def test_what_left_nothing_behind_is_sent_again(error: errors.DqkvError) -> None:
     script = Script([failing(error), failing(error), answer])
@@ -142,6 +150,20 @@ def test_nothing_else_is_sent_again(error: errors.DqkvError) -> None:
         ask(address)
     assert len(script.seen) == 1
     assert (caught.value.reason, caught.value.field, caught.value.message) == (error.reason, error.field, error.message)
+
+
+RETRYABLE_BUT_NOT_SAFE = {
+    errors.TransportError.reason: "safe only where no region is written: Retry.wait_s decides",
+    errors.QuotaRegions.reason: "waiting frees none: the caller has to close a region first",
+    errors.DeviceOutOfMemory.reason: "the same request would most likely run out again",
+}
+
+
+def test_what_is_sent_again_agrees_with_what_the_errors_say_of_themselves() -> None:
+    retryable = {reason for reason, kind in errors.table().items() if kind.status.retryable}
+    assert set(SAFE_REASONS) <= retryable
+    assert retryable - set(SAFE_REASONS) == set(RETRYABLE_BUT_NOT_SAFE)
+    assert not set(SAFE_REASONS) & set(RETRYABLE_BUT_NOT_SAFE)
 
 
 def test_attempts_are_bounded() -> None:
@@ -389,11 +411,121 @@ def test_closing_twice_is_once_and_a_closed_client_says_so() -> None:
         ("ipv4:10.0.0.1:1", "10.0.0.1:7"),
         ("ipv6:[::1]:1", "[::1]:7"),
         ("dns:///host:1", "dns:///host:7"),
+        ("dns:host:1", "dns:host:7"),
+        ("dns://1.1.1.1/host:1", "dns://1.1.1.1/host:7"),
+        ("unix-abstract:dqkv", "127.0.0.1:7"),
         ("unix:/run/dqkv.sock", "127.0.0.1:7"),
     ],
 )
 def test_the_stream_port_is_on_the_same_host(address: str, want: str) -> None:
     assert Endpoint(address=address).with_port(7).address == want
+
+
+@pytest.mark.parametrize("kind", [dqkv.Client, dqkv.AsyncClient])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        " ",
+        ":",
+        ":50051",
+        "host",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "127.0.0.1:0",
+        "127.0.0.1:99999",
+        "127.0.0.1:65536",
+        "127.0.0.1:-1",
+        "127.0.0.1:+1",
+        "127.0.0.1:http",
+        "127.0.0.1:1 ",
+        "127.0.0.1:1/v1",
+        "127.0.0.1:1,127.0.0.1:2",
+        "http://127.0.0.1:50051",
+        "https://host:50051",
+        "grpc://host:50051",
+        "user@host:1",
+        "::1",
+        "::1:50051",
+        "[::1]",
+        "[::1]:0",
+        "[host]:1",
+        "[127.0.0.1]:1",
+        "[]:1",
+        "dns:///host",
+        "dns:///host:0",
+        "unix:",
+        "unix-abstract:",
+    ],
+)
+def test_what_is_no_address_is_refused_in_words_when_the_client_is_made(kind: type, address: str) -> None:
+    with pytest.raises(errors.OptionInvalid, match="port of 1 to 65535") as caught:
+        kind(address)
+    assert caught.value.field == "address"
+    assert repr(address) in caught.value.message
+
+
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "\ts3cret\r\n"])
+def test_white_space_around_a_token_does_not_count(token: str) -> None:
+    assert Endpoint(address="a:1", token=token).metadata() == [("authorization", "Bearer s3cret")]
+
+
+@pytest.mark.parametrize("token", ["", " ", "\n", "s3\ncret", "s3\x00cret", "s3crèt", "s3\x7fcret", "s3\tcret"])
+def test_a_token_that_cannot_travel_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(errors.OptionInvalid) as caught:
+        dqkv.Client("127.0.0.1:1", token=token)
+    assert caught.value.field == "token"
+    assert "s3" not in caught.value.message
+
+
+# ---- what a failed first contact means
+PLAIN, TLS = Contact(tls=False, answered=False), Contact(tls=True, answered=False)
+WORDS = {
+    "tls port": "UNAVAILABLE: failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.1.1.1: Socket closed",
+    "http port": "UNAVAILABLE: last error: UNIMPLEMENTED: Failed parsing HTTP/2 (Expected SETTINGS frame as the first)",
+    "plain port": "UNAVAILABLE: Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: WRONG_VERSION_NUMBER",
+    "refused": "UNAVAILABLE: Failed to connect to remote host: Connection refused",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "contact", "says"),
+    [
+        ("tls port", PLAIN, "does the server want TLS?"),
+        ("http port", PLAIN, "this looks like the HTTP port"),
+        ("plain port", TLS, "no TLS is spoken there"),
+        ("tls port", TLS, None),
+        ("refused", PLAIN, None),
+        ("tls port", Contact(tls=False, answered=True), None),
+        ("http port", Contact(tls=False, answered=True), None),
+    ],
+)
+def test_a_hint_is_given_where_the_words_are_a_sign_and_nothing_ever_answered(
+    words: str, contact: Contact, says: str | None
+) -> None:
+    error = errors.TransportError(WORDS[words], field="f", retry_after_s=1.0)
+    got = hinted(error, contact)
+    assert (type(got), got.field, got.retry_after_s) == (errors.TransportError, "f", 1.0)
+    assert got.message.startswith(WORDS[words])
+    assert got.message[len(WORDS[words]) :].startswith(f" ({says}" if says else "")
+    assert (got is error) == (says is None)
+
+
+def test_an_http_server_is_called_one_over_a_real_socket() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"127.0.0.1:{server.server_port}"
+        once = Retry(attempts=1)
+        with dqkv.Client(address, retry=once) as client, pytest.raises(errors.TransportError, match="HTTP port"):
+            client.backward(Q, Q, Q, Q, delta=DELTA)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_token_is_not_shown() -> None:

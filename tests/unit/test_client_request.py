@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import dqkv
 from dqkv import errors
 from dqkv.client.arrays import dense_bytes, dtype_of, host_array, integers, raw_view
-from dqkv.client.request import Request, check_outputs
+from dqkv.client.request import BACKWARD_ARGUMENTS, ELSEWHERE, Request, check_outputs
 from dqkv.problem import Arch, LseScope, Window
 from dqkv.tensor import DType
 
@@ -48,6 +50,76 @@ def test_arrays_and_options_arrive_in_the_problem() -> None:
     assert problem.queries.max_seqlen == 8
 
 
+@pytest.mark.parametrize("yes", [True, 1, np.True_])
+def test_flags_may_be_numpys_or_one(yes: Any) -> None:
+    options = request(causal=yes, deterministic=yes).problem().options
+    assert options.deterministic is True
+    assert options.window.right == 0
+
+
+@pytest.mark.parametrize("number", [0.5, np.float32(0.5), np.float64(0.5), np.array(0.5)])
+def test_numbers_may_be_numpys(number: Any) -> None:
+    assert request(softmax_scale=number).problem().options.softmax_scale == 0.5
+
+
+ALL_ARGUMENTS = {field.name for field in dataclasses.fields(Request)} | {"timeout_s"}
+
+
+def test_every_argument_of_a_request_is_known() -> None:
+    assert set(BACKWARD_ARGUMENTS) == ALL_ARGUMENTS
+    assert set(ELSEWHERE.values()) <= ALL_ARGUMENTS
+    assert not set(ELSEWHERE) & ALL_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("window_size", "window"),
+        ("lse", "softmax_lse"),
+        ("scale", "softmax_scale"),
+        ("is_causal", "causal"),
+        ("casual", "causal"),
+        ("cu_seqlens", "cu_seqlens_"),
+        ("grad_dtpye", "grad_dtype"),
+        ("dropout_p", ""),
+        ("lambda", ""),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one(name: str, near: str) -> None:
+    q = np.zeros((1, 8, 2, 16), np.float16)
+    with dqkv.Client("127.0.0.1:1") as client, pytest.raises(TypeError) as caught:
+        client.backward(q, q, q, q, out=q, **{name: None})
+    said = str(caught.value)
+    assert said.startswith(f"backward() has no argument {name!r}; the nearest is '{near}")
+    assert said.rsplit("'", 2)[1] in ALL_ARGUMENTS
+
+
+async def test_an_unknown_argument_of_an_asynchronous_client_too() -> None:
+    q = np.zeros((1, 8, 2, 16), np.float16)
+    async with dqkv.AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(TypeError, match=r"^backward\(\) has no argument 'window_size'; the nearest is 'window'$"):
+            await client.backward(q, q, q, q, out=q, window_size=(1, 1))
+
+
+def test_a_time_that_is_no_number_is_refused() -> None:
+    q = np.zeros((1, 8, 2, 16), np.float16)
+    for wrong in ("5", None, [1]):
+        with pytest.raises(errors.OptionInvalid, match="timeout_s"):
+            dqkv.Client("127.0.0.1:1", timeout_s=wrong)
+    with dqkv.Client("127.0.0.1:1") as client, pytest.raises(errors.OptionInvalid, match="timeout_s"):
+        client.backward(q, q, q, q, out=q, timeout_s="5")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order"), [("f8", False), ("i4", False), ("c8", False), (">f2", True), (">f4", True), (">f8", True)]
+)
+def test_the_byte_order_is_spoken_of_only_where_it_is_another(dtype: str, order: bool) -> None:
+    with pytest.raises(errors.DTypeMismatch) as caught:
+        host_array("q", np.zeros(4, dtype))
+    assert "must be bf16, fp16 or fp32" in caught.value.message
+    assert ("byte order" in caught.value.message) == order
+
+
 def test_minus_one_is_an_offset_like_any_other() -> None:
     assert request(window=(-1, None)).problem().options.window == Window(left=-1)
 
@@ -74,6 +146,23 @@ def test_minus_one_is_an_offset_like_any_other() -> None:
         ({"window": (0.5, None)}, errors.OptionInvalid, "window"),
         ({"softcap": -1.0}, errors.OptionInvalid, "softcap"),
         ({"softmax_scale": float("nan")}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": "x"}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": "0.5"}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": True}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": [1.0]}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": 10**400}, errors.OptionInvalid, "softmax_scale"),
+        ({"softmax_scale": 1j}, errors.OptionInvalid, "softmax_scale"),
+        ({"softcap": None}, errors.OptionInvalid, "softcap"),
+        ({"softcap": "1"}, errors.OptionInvalid, "softcap"),
+        ({"causal": "no"}, errors.OptionInvalid, "causal"),
+        ({"causal": None}, errors.OptionInvalid, "causal"),
+        ({"causal": 2}, errors.OptionInvalid, "causal"),
+        ({"deterministic": 1.5}, errors.OptionInvalid, "deterministic"),
+        ({"deterministic": np.array([True])}, errors.OptionInvalid, "deterministic"),
+        ({"sink_token_length": "2"}, errors.OptionInvalid, "sink_token_length"),
+        ({"sink_token_length": 0.0}, errors.OptionInvalid, "sink_token_length"),
+        ({"sink_token_length": None}, errors.OptionInvalid, "sink_token_length"),
+        ({"arch": 3}, errors.OptionInvalid, "arch"),
         ({"max_seqlen_q": 7.5}, errors.OptionInvalid, "max_seqlen_q"),
         ({"max_seqlen_k": 9}, errors.MaxSeqlenTooSmall, "max_seqlen_k"),
         ({"seqused_k": [10, 11]}, errors.SequsedInvalid, "seqused_k"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +40,7 @@ def test_a_tensor_sees_the_segments_bytes(kind: Kind) -> None:
     assert array.tolist() == [1.0, 2.0]
     segment.hide()
     array[0] = 3.0
-    assert segment.tensor((1,), "bf16")[0] == 3.0
+    assert segment.tensor((1,), "bf16", byte_offset=0)[0] == 3.0
 
 
 def test_a_memfd_is_sealed() -> None:
@@ -58,20 +61,92 @@ def test_a_name_is_private_and_gone_once_hidden() -> None:
     assert own_names() == before
 
 
-def test_more_memory_than_there_is_is_an_error_and_leaves_nothing() -> None:
+def test_a_full_file_system_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
     before = own_names()
-    free = os.statvfs(SHM)
-    too_much = free.f_blocks * free.f_frsize + (1 << 30)
     with pytest.raises(errors.RegionInvalid, match="No space left"):
-        Segment(too_much, Kind.POSIX)
+        Segment(4096, Kind.POSIX)
     assert own_names() == before
 
 
+def machine_nbytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemTotal:")) << 10
+
+
 @KINDS
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_no_size_is_refused(kind: Kind, nbytes: int) -> None:
-    with pytest.raises(errors.RegionInvalid):
-        Segment(nbytes, kind)
+@pytest.mark.parametrize(
+    "nbytes",
+    [0, -1, -(1 << 60), 1.5, "4096", None, 1 << 40, 1 << 60, (1 << 63) - 1, 1 << 63, 1 << 64, 10**30, "machine"],
+)
+def test_a_size_that_cannot_be_had_is_refused_before_anything_is_allocated(
+    kind: Kind, nbytes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> int:
+        pytest.fail("memory was allocated")
+
+    for name in ("posix_fallocate", "memfd_create", "ftruncate"):
+        monkeypatch.setattr(os, name, never)
+    before = own_names()
+    asked = machine_nbytes() if nbytes == "machine" else nbytes
+    with pytest.raises(errors.RegionInvalid) as caught:
+        Segment(asked, kind)
+    assert caught.value.field == "nbytes"
+    assert f"nbytes is {asked!r}" in caught.value.message
+    if isinstance(asked, int) and asked > 0:
+        assert "the limit is" in caught.value.message
+    assert own_names() == before
+
+
+# ---- places
+def places(segment: Segment, *arrays: np.ndarray) -> list[int]:
+    found = [segment.find(array, HANDLE) for array in arrays]
+    return [one.data.byte_offset for one in found if one is not None]
+
+
+def test_tensors_without_an_offset_lie_behind_each_other_and_share_no_byte() -> None:
+    segment = Segment(4096, Kind.MEMFD)
+    shapes = [((3,), "bf16"), ((1,), "fp32"), ((33,), "fp16"), ((4, 4), "fp32")]
+    arrays = [segment.tensor(shape, dtype) for shape, dtype in shapes]
+    assert places(segment, *arrays) == [0, 64, 128, 256]
+    for index, array in enumerate(arrays):
+        array[...] = index + 1
+    assert [np.unique(array).tolist() for array in arrays] == [[1.0], [2.0], [3.0], [4.0]]
+    segment.hide()
+
+
+def test_what_an_offset_placed_is_passed_over_too() -> None:
+    segment = Segment(4096, Kind.MEMFD)
+    far = segment.tensor((2, 8), "fp32", byte_offset=1000, strides=(16, 1))
+    near = segment.tensor((1,), "fp32", byte_offset=4)
+    after = segment.tensor((1,), "fp32")
+    assert places(segment, far, near, after) == [1000, 4, 1152]
+    segment.hide()
+
+
+def test_a_refused_tensor_takes_no_place_and_the_message_says_what_is_left() -> None:
+    segment = Segment(256, Kind.MEMFD)
+    segment.tensor((17,), "fp32")
+    with pytest.raises(errors.RegionInvalid, match="needs 132 bytes, the region has 128 of 256 left") as caught:
+        segment.tensor((33,), "fp32")
+    assert caught.value.field == "byte_offset"
+    with pytest.raises(errors.RegionBounds):
+        segment.tensor((1,), "fp32", byte_offset=256)
+    assert places(segment, segment.tensor((32,), "fp32")) == [128]
+    with pytest.raises(errors.RegionInvalid, match="has 0 of 256 left"):
+        segment.tensor((1,), "fp32")
+    segment.hide()
+
+
+def test_threads_get_different_places() -> None:
+    segment = Segment(64 * 256, Kind.MEMFD)
+    with ThreadPoolExecutor(8) as pool:
+        arrays = list(pool.map(lambda _: segment.tensor((1,), "fp32"), range(256)))
+    assert sorted(places(segment, *arrays)) == [64 * index for index in range(256)]
+    segment.hide()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_an_unknown_name_in_lower_case_is_refused_too(monkeypatch: pytest.Monkey
         ({"port": "many"}, "DQKV_PORT"),
         ({"port": 70000}, "DQKV_PORT"),
         ({"port": -1}, "DQKV_PORT"),
-        ({"bogus": 1}, "DQKV_BOGUS"),
+        ({"bogus": 1}, "DQKV_BOGUS is no setting; the nearest is DQKV_"),
+        ({"portt": 1}, "DQKV_PORTT is no setting; the nearest is DQKV_PORT$"),
         ({"stream_idle_s": 0}, "DQKV_STREAM_IDLE_S"),
         ({"message_bytes": 1}, "DQKV_MESSAGE_BYTES"),
         ({"log_level": "loud"}, "DQKV_LOG_LEVEL"),
@@ -139,6 +141,72 @@ def test_a_wrong_token_is_refused_without_its_secret(value: str, words: str) -> 
 def test_a_missing_token_file_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsInvalid, match="DQKV_TOKENS_FILE"):
         Settings.load(tokens_file=tmp_path / "none").read_tokens()
+
+
+def wrong_values() -> list[tuple[str, Any, str]]:
+    """Of every setting: values of another kind, and beyond each bound, and what the message says it must be."""
+    found: list[tuple[str, Any, str]] = []
+    for name, field in Settings.model_fields.items():
+        found.append((name, [], "must be"))
+        if field.annotation in (int, float):
+            found += [(name, "many", "number"), (name, "", "number"), (name, "x" * 400, "number")]
+        for rule in field.metadata:
+            if hasattr(rule, "ge"):
+                found.append((name, rule.ge - 1, str(rule.ge)))
+            if hasattr(rule, "gt"):
+                found.append((name, rule.gt, f"above {rule.gt}"))
+            if hasattr(rule, "le"):
+                found.append((name, rule.le + 1, str(rule.le)))
+            if getattr(rule, "pattern", None):
+                found.append((name, "none of it", "of the form"))
+        if field.annotation is bool:
+            found.append((name, "perhaps", "true or false"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), wrong_values())
+def test_a_wrong_value_is_told_with_its_setting_and_what_it_must_be(name: str, value: Any, limit: str) -> None:
+    with pytest.raises(SettingsInvalid) as caught:
+        Settings.load(**{name: value})
+    words = str(caught.value)
+    assert words.startswith(f"DQKV_{name.upper()} is ")
+    assert limit in words[words.index("must be") :]
+    assert len(words) < 300
+    assert "Input should" not in words
+    if name != "tokens":
+        assert repr(value)[:80] in words
+
+
+def test_a_wrong_value_of_the_environment_is_told_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DQKV_PORT", "many")
+    monkeypatch.setenv("DQKV_LOG_LEVEL", "loud")
+    with pytest.raises(SettingsInvalid) as caught:
+        Settings.load()
+    assert str(caught.value) == (
+        "DQKV_PORT is 'many', and must be a whole number from 0 to 65535; "
+        "DQKV_LOG_LEVEL is 'loud', and must be one of debug, info, warning, error"
+    )
+
+
+@pytest.mark.parametrize("given", [{"tokens": ["a:admin:hidden"]}, {"token": "a:admin:hidden"}])
+def test_no_message_repeats_a_secret(given: dict[str, Any]) -> None:
+    with pytest.raises(SettingsInvalid, match="DQKV_TOKENS") as caught:
+        Settings.load(**given)
+    assert "hidden" not in str(caught.value)
+    assert "hidden" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_token_file_that_is_no_text_is_refused_without_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes(b"a:admin:hidden\xff")
+    with pytest.raises(SettingsInvalid, match="DQKV_TOKENS_FILE") as caught:
+        Settings.load(tokens_file=path).read_tokens()
+    assert "hidden" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_http_stays_at_loopback_when_grpc_is_told_to_leave_it() -> None:
+    assert Settings.load(host="0.0.0.0", insecure_bind=True).http_host == "127.0.0.1"
+    assert Settings.load(http_host="0.0.0.0").host == "127.0.0.1"
 
 
 def test_secrets_are_not_printed() -> None:

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dqkv import errors
-from dqkv.client.arrays import NUMPY_DTYPES, HostArray
+from dqkv.client.arrays import HostArray
 from dqkv.courier import Courier, Door, Transport
 from dqkv.problem import Options, Problem, Report, Window
-from dqkv.tensor import DType, Tensor
+from dqkv.tensor import NUMPY_DTYPES, DType, Tensor
 
 ROUNDS_LIMIT = 200
 WARM_UP_ROUNDS = 1
@@ -80,7 +80,11 @@ def run(door: Door, *, dtype: DType, seconds: float) -> int:
 
 
 def _measure(console: Console, courier: Courier, dtype: DType, seconds: float) -> int:
-    table = Table("problem", "by", title=f"causal, {dtype}: batch x rows x heads x width; times in ms", box=box.SIMPLE)
+    # Narrow enough that a terminal of 80 columns shows every name whole.
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title = f"causal, {dtype}: batch x rows x heads x width; times in ms"
+    for name in ("problem", "by"):
+        table.add_column(name, no_wrap=True)
     for name in ("round trip", "queued", "moved", "device", "GB/s", "GFLOP/s"):
         table.add_column(name, justify="right")
     left_out = []
@@ -97,7 +101,8 @@ def _measure(console: Console, courier: Courier, dtype: DType, seconds: float) -
                 row = _time(courier, problem, transport, seconds)
             except errors.DqkvError as error:
                 answered = answered and isinstance(error, errors.RegionInvalid | errors.TooLarge)
-                table.add_row(str(size), str(transport), error.reason)
+                table.add_row(str(size), str(transport), "-")
+                left_out.append(f"{size} by {transport}: {error.reason}: {error.message}")
                 continue
             table.add_row(str(size), str(transport), *_cells(row, estimate.flops))
     console.print(table, *left_out, sep="\n")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dqkv import errors
-from dqkv.tensor import DType, Tensor
+from dqkv.tensor import NUMPY_DTYPES, DType, Tensor
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +21,6 @@ Array: TypeAlias = Any
 HostArray: TypeAlias = NDArray[Any]
 """Elements in this process's memory, any strides; bf16 is ml_dtypes.bfloat16."""
 
-NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
-    DType.BF16: np.dtype(ml_dtypes.bfloat16),
-    DType.FP16: np.dtype(np.float16),
-    DType.FP32: np.dtype(np.float32),
-}
 _DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
 _TORCH_NAMES = {"torch.bfloat16": DType.BF16, "torch.float16": DType.FP16, "torch.float32": DType.FP32}
 
@@ -49,6 +44,12 @@ class Home:
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
+def refuse_meta(role: str, tensor: torch.Tensor) -> None:
+    """Raises DTypeMismatch for a torch tensor that has a shape but no values."""
+    if tensor.device.type == "meta":
+        raise errors.DTypeMismatch(f"{role} is on the meta device, must be a tensor that holds values", field=role)
+
+
 def is_torch(array: Array) -> bool:
     """Whether this is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
@@ -58,7 +59,7 @@ def is_torch(array: Array) -> bool:
 def host_array(role: str, array: Array) -> HostArray:
     """The host memory of an array of any shape and strides, copied only from another device.
 
-    Raises DTypeMismatch for a dtype other than bf16, fp16, fp32, or for what is no array.
+    Raises DTypeMismatch for a dtype other than bf16, fp16, fp32, or for what is no array or holds no values.
     """
     if is_torch(array):
         array = _torch_host(role, array)
@@ -128,6 +129,7 @@ def integers(field: str, values: Array) -> tuple[int, ...] | None:
 def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
     import torch
 
+    refuse_meta(role, tensor)
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         raise errors.DTypeMismatch(f"{role} has layout {plain.layout}, must be strided", field=role)
@@ -144,4 +146,5 @@ def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
 
 
 def _unknown_dtype(field: str, dtype: Any) -> errors.DTypeMismatch:
-    return errors.DTypeMismatch(f"{field} is {dtype}, must be bf16, fp16 or fp32 in this machine's order", field=field)
+    order = " in this machine's byte order" if isinstance(dtype, np.dtype) and not dtype.isnative else ""
+    return errors.DTypeMismatch(f"{field} is {dtype}, must be bf16, fp16 or fp32{order}", field=field)

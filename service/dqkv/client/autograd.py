@@ -9,13 +9,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dqkv import errors
-from dqkv.client.arrays import Array, dtype_of, is_torch
+from dqkv.client.arrays import Array, dtype_of, is_torch, refuse_meta
 from dqkv.client.client import Client
 from dqkv.client.forward import attend
-from dqkv.client.request import GivenOptions, Request
+from dqkv.client.request import GivenOptions, Request, known_only
 from dqkv.problem import Problem
 from dqkv.tensor import Tensor
 
+ARGUMENTS = ("q", "k", "v", "client", "sink", "return_lse", *GivenOptions.__annotations__)
 ROWS_AT_ONCE = 1024
 """Rows of dout and out that are multiplied in fp32 at the same time."""
 
@@ -38,11 +39,20 @@ def attention(
     with head_dim_v), and with `return_lse` (out, softmax_lse), softmax_lse fp32 (batch_size, num_heads_q, seqlen_q)
     or (num_heads_q, rows); a gradient may flow into both. The backward sends rowsum(dout * out) in place of out.
 
-    Raises an InvalidRequest at once when the arguments do not fit; the backward raises what Client.backward raises.
+    Raises an InvalidRequest at once when the arguments do not fit, or the client is no dqkv.Client; the backward raises
+    what Client.backward raises.
     """
+    known_only("attention", options, ARGUMENTS)
+    if not isinstance(client, Client):
+        raise errors.OptionInvalid(
+            f"client is a {type(client).__name__}, must be a dqkv.Client: the backward of torch waits for its answer",
+            field="client",
+        )
     for role, tensor in (("q", q), ("k", k), ("v", v), ("sink", sink)):
         if tensor is not None and not is_torch(tensor):
             raise errors.DTypeMismatch(f"{role} is a {type(tensor).__name__}, must be a torch tensor", field=role)
+        if tensor is not None:
+            refuse_meta(role, tensor)
     out, softmax_lse = _Attention.apply(  # type: ignore[no-untyped-call]
         q, k, v, sink, _Plan(client=client, options=options)
     )

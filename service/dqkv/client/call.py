@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from dqkv import codec, errors, framing
-from dqkv.client.arrays import NUMPY_DTYPES, HostArray, dense_bytes, raw_view
+from dqkv.client.arrays import HostArray, dense_bytes, raw_view
 from dqkv.client.connection import Connection
 from dqkv.framing import Part
 from dqkv.location import Inline, InRegion, InStream, Location
 from dqkv.problem import Gradients, Problem
-from dqkv.tensor import Tensor
+from dqkv.tensor import NUMPY_DTYPES, Tensor
 from dqkv.v1 import gradient_pb2 as pb
 
 
@@ -120,7 +120,7 @@ class Call:
         tensors: dict[str, Tensor[Location]] = {}
         for role, tensor in self._problem.tensors.items():
             reference = self._references.get(role)
-            tensors[role] = tensor.with_data(place(tensor.data)) if reference is None else _located(reference)
+            tensors[role] = tensor.with_data(place(tensor.data)) if reference is None else reference
         return self._problem.with_tensors(tensors)
 
     def _check(self, messages: Iterable[pb.Tensor], where: type[Location]) -> dict[str, Tensor[Location]]:
@@ -144,7 +144,3 @@ def _found(
 ) -> dict[str, Tensor[InRegion]]:
     found = {role: find(array) for role, array in arrays.items()}
     return {role: tensor for role, tensor in found.items() if tensor is not None}
-
-
-def _located(tensor: Tensor[InRegion]) -> Tensor[Location]:
-    return tensor

@@ -13,8 +13,8 @@ from dqkv.client.call import Call
 from dqkv.client.capabilities import Capabilities, Estimate, Health, estimate_of
 from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
 from dqkv.client.endpoint import Endpoint, Tls
-from dqkv.client.regions import AsyncRegion, Region, RegionTable
-from dqkv.client.request import Given, Request, check_outputs, choice
+from dqkv.client.regions import AsyncRegion, OpeningRegion, Region, RegionTable
+from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, check_outputs, choice, known_only, number
 from dqkv.client.retry import Retry
 from dqkv.client.segment import Kind
 from dqkv.client.waiting import OnLoop, OnThread, Waiting, finish
@@ -56,7 +56,7 @@ class AsyncClient:
         self._waiting: Waiting = self._wait_by()
         self._connection = Connection(Endpoint(address=address, tls=tls, token=token), self._waiting)
         self._regions = RegionTable(self._connection, self._waiting)
-        self._timeout_s = timeout_s
+        self._timeout_s = number("timeout_s", timeout_s)
         self._retry = Retry() if retry is None else retry
         self._inline_nbytes = inline_nbytes
 
@@ -74,6 +74,7 @@ class AsyncClient:
         Raises an InvalidRequest before anything is sent when the arguments do not fit, later the server's typed
         errors (`dqkv.errors`), or TransportError when no answer came.
         """
+        known_only("backward", given, BACKWARD_ARGUMENTS)
         request = Request(q=q, k=k, v=v, dout=dout, **given)
         return request.answer(await self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
 
@@ -87,7 +88,8 @@ class AsyncClient:
         """The gradients of a problem over numpy arrays, written into `outputs` by role where given; see `backward`."""
         outputs = outputs or {}
         check_outputs(problem, outputs)
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        wait_s = self._timeout_s if timeout_s is None else number("timeout_s", timeout_s)
+        deadline = time.monotonic() + wait_s
         call = Call(problem, outputs, self._regions.find)
         try:
             return await self._retry.run(
@@ -118,22 +120,26 @@ class AsyncClient:
         """The whole server's health. Raises TransportError when it cannot be reached."""
         return await self._connection.health()
 
-    async def region(
+    def region(
         self, nbytes: int, *, kind: Kind | str = Kind.MEMFD, label: str = "", lease_s: float = 0.0
-    ) -> AsyncRegion:
+    ) -> OpeningRegion:
         """Shared memory of `nbytes` with a server on this machine, which it reads and writes without copies over gRPC.
 
-        kind: "memfd" goes over the server's region socket, "posix" by name. lease_s: seconds that the region outlives
-        this process; 0 is the server's default. Raises RegionInvalid when the memory cannot be made or the server
-        does not see it, QuotaRegions when there are too many.
+        To be awaited, or entered with `async with`. kind: "memfd" goes over the server's region socket, "posix" by
+        name. lease_s: seconds that the region outlives this process; 0 is the server's default. Raises RegionInvalid
+        when the memory cannot be had (more than the machine has left, say) or the server does not see it,
+        QuotaRegions when there are too many.
         """
-        registration = await self._regions.register(nbytes, choice("kind", Kind, kind), label, lease_s)
-        return AsyncRegion(registration.segment, label, lambda: self._regions.release(registration))
+        return OpeningRegion(self._open_region(nbytes, kind, label, lease_s))
 
     async def close(self) -> None:
         """Ends the regions and the connection; requests in flight are cancelled."""
         await self._regions.close()
         await self._connection.close()
+
+    async def _open_region(self, nbytes: int, kind: Kind | str, label: str, lease_s: float) -> AsyncRegion:
+        registration = await self._regions.register(nbytes, choice("kind", Kind, kind), label, lease_s)
+        return AsyncRegion(registration.segment, label, lambda: self._regions.release(registration))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -182,6 +188,7 @@ class Client:
         self, q: Array, k: Array, v: Array, dout: Array, *, timeout_s: float | None = None, **given: Unpack[Given]
     ) -> Gradients[Array]:
         """The gradients of attention; see AsyncClient.backward for shapes and errors."""
+        known_only("backward", given, BACKWARD_ARGUMENTS)
         request = Request(q=q, k=k, v=v, dout=dout, **given)
         return request.answer(self.submit(request.problem(), request.outputs(), timeout_s=timeout_s))
 
@@ -209,7 +216,7 @@ class Client:
 
     def region(self, nbytes: int, *, kind: Kind | str = Kind.MEMFD, label: str = "", lease_s: float = 0.0) -> Region:
         """Shared memory of `nbytes` with a server on this machine; see AsyncClient.region."""
-        opened = self._run(lambda: self._client.region(nbytes, kind=kind, label=label, lease_s=lease_s))
+        opened = self._run(lambda: self._client._open_region(nbytes, kind, label, lease_s))
         return Region(opened.segment, label, lambda: None if self._closed else self._run(opened.close))
 
     def close(self) -> None:

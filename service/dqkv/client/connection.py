@@ -17,12 +17,13 @@ from grpc_status import rpc_status
 from dqkv import codec, errors, framing
 from dqkv.client.capabilities import Capabilities, Health, capabilities_of
 from dqkv.client.endpoint import Endpoint
+from dqkv.client.hints import Contact, hinted
 from dqkv.client.waiting import Metadata, UnaryCall, Waiting
 from dqkv.framing import Part, Receiver, Sender
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
+from dqkv.wire import SESSION_HEADER
 
-SESSION_HEADER = "dqkv-session"
 CONTROL_TIMEOUT_S = 30.0
 """Longest wait for an answer to a call that moves no tensors."""
 
@@ -50,6 +51,7 @@ class Connection:
         self._opening = threading.Lock()
         self._capabilities: Capabilities | None = None
         self._session = ""
+        self._answered = False
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
         self.regions = stubs.RegionServiceStub(self._control)
 
@@ -61,6 +63,7 @@ class Connection:
             answer = await self.call(ask, pb.GetCapabilitiesRequest(), time.monotonic() + CONTROL_TIMEOUT_S)
             self._capabilities = known = capabilities_of(answer)
             self._session = known.session
+            self._answered = True
         return known
 
     def forget(self) -> None:
@@ -74,12 +77,12 @@ class Connection:
     async def call(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, deadline: float) -> Resp:
         """One unary call. Raises the server's typed error, or TransportError where none came back."""
         call = UnaryCall(method=method, request=request, timeout_s=_left(deadline), metadata=self._metadata())
-        with _typed_errors(self._is_closed):
+        with _typed_errors(self._is_closed, self._contact()):
             return await self._waiting.call(call)
 
     def call_here(self, method: grpc.UnaryUnaryMultiCallable[Req, Resp], request: Req, timeout_s: float) -> Resp:
         """As `call`, on a thread of the client's own."""
-        with _typed_errors(self._is_closed):
+        with _typed_errors(self._is_closed, self._contact()):
             return method(request, timeout=timeout_s, metadata=self._metadata())
 
     async def health(self) -> Health:
@@ -103,7 +106,7 @@ class Connection:
         call = _Stream(self._stream_channel(port), header, parts, accept)
 
         def run() -> pb.Report:
-            with _typed_errors(lambda: call.cancelled or self._is_closed()):
+            with _typed_errors(lambda: call.cancelled or self._is_closed(), self._contact()):
                 return call.run(deadline, self._metadata())
 
         return await self._waiting.work(run, call.cancel)
@@ -119,6 +122,9 @@ class Connection:
 
     def _is_closed(self) -> bool:
         return self._closed
+
+    def _contact(self) -> Contact:
+        return Contact(tls=self._endpoint.tls is not None, answered=self._answered)
 
     def _metadata(self) -> Metadata:
         session = ((SESSION_HEADER, self._session),) if self._session else ()
@@ -207,7 +213,7 @@ def _left(deadline: float) -> float:
 
 
 @contextmanager
-def _typed_errors(ended_here: Callable[[], bool]) -> Iterator[None]:
+def _typed_errors(ended_here: Callable[[], bool], contact: Contact) -> Iterator[None]:
     """Turns what grpcio raises into the typed error that the server sent, Cancelled, or a TransportError.
 
     ended_here tells whether this side ended the call. A call that the far side's gRPC cancelled, as one does that
@@ -227,4 +233,5 @@ def _typed_errors(ended_here: Callable[[], bool]) -> Iterator[None]:
         except ValueError:
             # Something between changed the call's status, so its details are not to be trusted.
             status = None
-        raise codec.decode_error(status, error.code(), error.details() or "") from None
+        found = codec.decode_error(status, error.code(), error.details() or "")
+        raise hinted(found, contact) from None

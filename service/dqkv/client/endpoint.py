@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import grpc
 
 from dqkv import errors
 
 MIB = 1 << 20
-UNIX_PREFIX = "unix:"
+UNIX_PREFIXES = ("unix:", "unix-abstract:")
+FORMS = 'must be "host:port" with a port of 1 to 65535, "[::1]:port" or "unix:/path"'
+PORT_LIMIT = 65535
+_NETWORK = re.compile(
+    r"(?P<scheme>dns:(?://[^/\s]*/)?|ipv4:|ipv6:)?(?:\[(?P<ipv6>[^\]\s]+)\]|(?P<host>[^\s/:@\[\]?#,]+)):(?P<port>[0-9]{1,5})"
+)
+"""host:port, with or without one of gRPC's own schemes."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     # The server's own bound on a unary message is smaller or equal; larger ones are streams.
@@ -60,11 +66,20 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """A server's address ("host:port", "[::1]:port", "unix:/path"), TLS (None is none), and a token (None is none)."""
+    """A server's address ("host:port", "[::1]:port", "unix:/path"), TLS (None is none), and a token (None is none).
+
+    dns:, ipv4: and ipv6: may stand before host and port; white space around the token does not count. Raises
+    OptionInvalid for an address or a token that cannot be one.
+    """
 
     address: str
     tls: Tls | None = None
     token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_address(self.address)
+        if self.token is not None:
+            _check_token(self.token)
 
     def channel(self) -> grpc.Channel:
         """A channel of its own, not yet connected."""
@@ -81,20 +96,41 @@ class Endpoint:
 
     def metadata(self) -> list[tuple[str, str]]:
         """What every call carries."""
-        return [] if self.token is None else [("authorization", f"Bearer {self.token}")]
+        return [] if self.token is None else [("authorization", f"Bearer {self.token.strip()}")]
 
     def _host(self) -> str:
-        if self.address.startswith((UNIX_PREFIX, "unix-abstract:")):
+        """What stands before the port, scheme included where it names a resolver."""
+        found = _NETWORK.fullmatch(self.address)
+        if found is None:
             return "127.0.0.1"
-        scheme, _, rest = self.address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition("/")
-        host = urlsplit(f"//{rest}").hostname
-        if not host:
-            raise errors.OptionInvalid(f"address is {self.address!r}, must be host:port", field="address")
-        try:
-            bare = f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
-        except ValueError:
-            bare = host
-        return f"{scheme}/{bare}" if scheme else bare
+        bare = found["host"] or f"[{found['ipv6']}]"
+        scheme = found["scheme"] or ""
+        return f"{scheme}{bare}" if scheme.startswith("dns:") else bare
+
+
+def _check_address(address: str) -> None:
+    if address.startswith(UNIX_PREFIXES) and address not in UNIX_PREFIXES:
+        return
+    found = _NETWORK.fullmatch(address)
+    if found is not None and 1 <= int(found["port"]) <= PORT_LIMIT and _is_ipv6(found["ipv6"]):
+        return
+    raise errors.OptionInvalid(f"address is {address!r}, {FORMS}", field="address")
+
+
+def _is_ipv6(host: str | None) -> bool:
+    """Whether what stands in brackets may; nothing does."""
+    try:
+        return host is None or ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def _check_token(token: str) -> None:
+    # The token itself is not shown: messages end up in logs.
+    if not token.strip():
+        raise errors.OptionInvalid("token is empty", field="token")
+    if not (token.strip().isascii() and token.strip().isprintable()):
+        raise errors.OptionInvalid("token holds a character that is not printable ASCII", field="token")
 
 
 def _read(name: str, path: Path | None) -> bytes | None:

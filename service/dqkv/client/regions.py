@@ -6,11 +6,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from dqkv.client.waiting import Waiting
 from dqkv.location import InRegion
 from dqkv.tensor import Tensor
 from dqkv.v1 import gradient_pb2 as pb
+from dqkv.wire import GREETING, SECRET_NBYTES
 
 if TYPE_CHECKING:
     import torch
+
+Closed = TypeVar("Closed")
 
 NONCE_NBYTES = 32
 SETTLE_S = 15.0
@@ -32,25 +35,23 @@ SETTLE_S = 15.0
 SETTLE_POLL_S = 0.01
 RENEWALS_A_LEASE = 3
 """The heartbeat renews this often within a lease, so that one lost call does not end the region."""
-GREETING = b"\x01"
-TICKET_NBYTES = 16
-SESSION_NBYTES = 16
 ANSWER_NBYTES = 512
 """Room for a refusal in words; a ticket and a session are shorter."""
 SOCKET_TIMEOUT_S = 10.0
 
 
-class SharedMemory:
+class SharedMemory(Generic[Closed]):
     """Memory that this process and the server see; arrays over it are sent by reference, whatever their strides.
 
-    An array keeps its memory mapped for as long as it lives, also after the region was closed: then it is ordinary
-    memory that the server no longer sees.
+    `close` ends it at the server; what it returns is None, or awaited. An array keeps its memory mapped for as long as
+    it lives, also after the region was closed: then it is ordinary memory that the server no longer sees.
     """
 
-    def __init__(self, segment: Segment, label: str) -> None:
+    def __init__(self, segment: Segment, label: str, close: Callable[[], Closed]) -> None:
         self.segment = segment
         self.label = label
         self.closed = False
+        self._close = close
 
     @property
     def nbytes(self) -> int:
@@ -63,29 +64,40 @@ class SharedMemory:
         return self.segment.kind
 
     def tensor(
-        self, shape: Sequence[int], dtype: Any, *, byte_offset: int = 0, strides: Sequence[int] | None = None
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        *,
+        byte_offset: int | None = None,
+        strides: Sequence[int] | None = None,
     ) -> HostArray:
-        """A numpy array over the region; see Segment.tensor. Raises RegionInvalid when the region is closed."""
+        """A numpy array over the region, behind those before it unless byte_offset says where; see Segment.tensor.
+
+        Raises RegionInvalid when the region is closed or has no room left, RegionBounds, DTypeMismatch, ShapeMismatch,
+        SizeOverflow.
+        """
         return self._live().tensor(shape, dtype, byte_offset=byte_offset, strides=strides)
 
     def torch(
-        self, shape: Sequence[int], dtype: Any, *, byte_offset: int = 0, strides: Sequence[int] | None = None
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        *,
+        byte_offset: int | None = None,
+        strides: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """A torch tensor on the CPU over the region; see Segment.tensor. Raises RegionInvalid when it is closed."""
+        """A torch tensor on the CPU over the region; places and errors are those of `tensor`."""
         return self._live().torch(shape, dtype, byte_offset=byte_offset, strides=strides)
 
     def _live(self) -> Segment:
         if self.closed:
-            raise errors.RegionInvalid(f"region {self.label!r} is closed", field="region")
+            name = f"region {self.label!r}" if self.label else "this region"
+            raise errors.RegionInvalid(f"{name} is closed", field="region")
         return self.segment
 
 
-class AsyncRegion(SharedMemory):
+class AsyncRegion(SharedMemory[Coroutine[Any, Any, None]]):
     """A region of an AsyncClient."""
-
-    def __init__(self, segment: Segment, label: str, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        super().__init__(segment, label)
-        self._close = close
 
     async def close(self) -> None:
         """Ends the region at the server, once no request uses it any more. Twice is once."""
@@ -101,12 +113,29 @@ class AsyncRegion(SharedMemory):
         await self.close()
 
 
-class Region(SharedMemory):
-    """A region of a Client."""
+class OpeningRegion:
+    """A region that is still to be opened: `await` gives it, `async with` gives it and closes it; either, once."""
 
-    def __init__(self, segment: Segment, label: str, close: Callable[[], None]) -> None:
-        super().__init__(segment, label)
-        self._close = close
+    def __init__(self, opening: Coroutine[Any, Any, AsyncRegion]) -> None:
+        self._opening = opening
+        self._region: AsyncRegion | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncRegion]:
+        return self._opening.__await__()
+
+    async def __aenter__(self) -> AsyncRegion:
+        self._region = await self
+        return self._region
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._region is not None:
+            await self._region.close()
+
+
+class Region(SharedMemory[None]):
+    """A region of a Client."""
 
     def close(self) -> None:
         """Ends the region at the server, once no request uses it any more. Twice is once."""
@@ -257,7 +286,7 @@ def _hand_over(path: str, fd: int) -> bytes:
         raise errors.RegionInvalid(
             f"the server's region socket cannot be reached from here: {error.strerror or error}", field="kind"
         ) from None
-    if len(answer) != TICKET_NBYTES + SESSION_NBYTES:
+    if len(answer) != 2 * SECRET_NBYTES:
         raise errors.RegionInvalid(answer.decode(errors="replace") or "the region socket hung up", field="kind")
     # The session that comes with it would make us the unix user instead of who we are on our connection.
-    return answer[:TICKET_NBYTES]
+    return answer[:SECRET_NBYTES]

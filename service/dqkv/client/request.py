@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
@@ -11,7 +12,18 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from dqkv import errors
-from dqkv.client.arrays import Array, Home, HostArray, as_torch, dtype_of, host_array, host_tensor, integers, is_torch
+from dqkv.client.arrays import (
+    Array,
+    Home,
+    HostArray,
+    as_torch,
+    dtype_of,
+    host_array,
+    host_tensor,
+    integers,
+    is_torch,
+    refuse_meta,
+)
 from dqkv.problem import GRADIENT_ROLES, INPUT_ROLES, Arch, Gradients, Lengths, LseScope, Options, Problem, Window
 from dqkv.tensor import Tensor
 
@@ -78,6 +90,20 @@ class Given(GivenOptions, total=False):
     dsink: Array | None
 
 
+BACKWARD_ARGUMENTS = ("q", "k", "v", "dout", "timeout_s", *Given.__annotations__)
+ELSEWHERE = {
+    "do": "dout",
+    "grad_out": "dout",
+    "is_causal": "causal",
+    "lse": "softmax_lse",
+    "logit_cap": "softcap",
+    "scale": "softmax_scale",
+    "sm_scale": "softmax_scale",
+    "window_size": "window",
+}
+"""What other programs call our arguments, where the nearest spelling would be none or another one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The arguments of one backward; `Given` says what each is."""
@@ -128,6 +154,9 @@ class Request:
     def outputs(self) -> dict[str, HostArray]:
         """The caller's own memory for gradients, by role, where it is this machine's. Raises DTypeMismatch."""
         given = {role: getattr(self, role) for role in GRADIENT_ROLES}
+        for role, array in given.items():
+            if is_torch(array):
+                refuse_meta(role, array)
         return {role: host_array(role, array) for role, array in given.items() if _on_host(array)}
 
     def answer(self, gradients: Gradients[HostArray]) -> Gradients[Array]:
@@ -153,10 +182,10 @@ class Request:
 
     def _options(self) -> Options:
         return Options(
-            softmax_scale=None if self.softmax_scale is None else float(self.softmax_scale),
+            softmax_scale=None if self.softmax_scale is None else number("softmax_scale", self.softmax_scale),
             window=self._window(),
-            softcap=float(self.softcap),
-            deterministic=bool(self.deterministic),
+            softcap=number("softcap", self.softcap),
+            deterministic=_flag("deterministic", self.deterministic),
             grad_dtype=None if self.grad_dtype is None else dtype_of("grad_dtype", self.grad_dtype),
             arch=choice("arch", Arch, self.arch),
             lse_scope=choice("lse_scope", LseScope, self.lse_scope),
@@ -167,9 +196,10 @@ class Request:
         if not isinstance(window, Window):
             left, right = _pair(window)
             window = Window(left=left, right=right)
-        if self.sink_token_length:
-            window = replace(window, sink_token_length=_integer("sink_token_length", self.sink_token_length))
-        return replace(window, right=0) if self.causal else window
+        sink_token_length = _integer("sink_token_length", self.sink_token_length)
+        if sink_token_length:
+            window = replace(window, sink_token_length=sink_token_length)
+        return replace(window, right=0) if _flag("causal", self.causal) else window
 
 
 def check_outputs(problem: Problem[HostArray], outputs: Mapping[str, HostArray]) -> None:
@@ -196,6 +226,24 @@ def check_outputs(problem: Problem[HostArray], outputs: Mapping[str, HostArray])
                 raise errors.RegionOverlap(f"{role} overlaps the input {other}", field=role)
 
 
+def known_only(function: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises TypeError for an argument that the function of this name does not have, with the nearest that it has."""
+    for name in given:
+        if name not in known:
+            near = ELSEWHERE.get(name) or difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{function}() has no argument {name!r}; the nearest is {near!r}")
+
+
+def number(field: str, value: Any) -> float:
+    """A number, also one of numpy's or a tensor of one. Raises OptionInvalid for text, a truth value, or else."""
+    try:
+        if isinstance(value, str | bytes | bool | np.bool_):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise errors.OptionInvalid(f"{field} is {value!r}, must be a number", field=field) from None
+
+
 def choice(field: str, kind: type[C], value: str) -> C:
     """One of a few names. Raises OptionInvalid for another."""
     try:
@@ -220,6 +268,12 @@ def _overlap(one: HostArray, other: HostArray) -> bool:
 
 def _on_host(array: Array | None) -> bool:
     return array is not None and (not is_torch(array) or array.device.type == "cpu")
+
+
+def _flag(field: str, value: Any) -> bool:
+    if isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise errors.OptionInvalid(f"{field} is {value!r}, must be True or False", field=field)
 
 
 def _integer(field: str, value: Any) -> int:

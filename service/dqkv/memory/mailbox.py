@@ -28,9 +28,8 @@ from pathlib import Path
 from dqkv import errors
 from dqkv.memory import memfd
 from dqkv.memory.open_memory import OpenMemory
+from dqkv.wire import GREETING, SECRET_NBYTES
 
-GREETING = b"\x01"
-SECRET_NBYTES = 16
 REFUSAL = b"the region socket refuses this: "
 """As long as an answer; with a reason behind it, longer than any."""
 PEER_S = 5.0

@@ -19,8 +19,8 @@ from dqkv.memory.block import Block, InBlock
 from dqkv.memory.footprint import Footprint
 from dqkv.memory.open_memory import Kind, OpenMemory
 from dqkv.tensor import Tensor
+from dqkv.wire import HANDLE_NBYTES
 
-HANDLE_NBYTES = 16
 LABEL_LIMIT = 128
 PROBE_LIMIT = 64
 EXPIRED_LIMIT = 4096

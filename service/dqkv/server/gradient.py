@@ -254,9 +254,5 @@ def name_gradients(order: Order, sent: Mapping[str, Location]) -> list[pb.Tensor
     messages = []
     for role, tensor in order.problem.gradients.items():
         where = order.outputs.get(role)
-        messages.append(codec.encode_tensor(role, tensor.with_data(sent[role]) if where is None else _located(where)))
+        messages.append(codec.encode_tensor(role, tensor.with_data(sent[role]) if where is None else where))
     return messages
-
-
-def _located(tensor: Tensor[InRegion]) -> Tensor[Location]:
-    return tensor

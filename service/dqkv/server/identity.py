@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from dqkv import errors
 from dqkv.settings import Right, Token
+from dqkv.wire import SESSION_HEADER
 
-SESSION_HEADER = "dqkv-session"
 SESSIONS_LIMIT = 4096
 """Sessions remembered; the one unused for longest is forgotten first."""
 
