@@ -49,20 +49,14 @@ class Tile:
     @property
     def dq_parts(self) -> int:
         """Into how many parts, a warpgroup each, a tile of dQ is split by rows or columns."""
-        return 1 if self.dq_split == "none" else self.dq_threads // 128
-
-    @property
-    def dq_threads(self) -> int:
-        """Threads whose registers a tile of dQ lies in dq_accum as: all, but for a third warpgroup that adds."""
-        return min(self.num_threads, 256)
+        return 1 if self.dq_split == "none" else self.num_threads // 128
 
     @property
     def shared_memory_bytes(self) -> int:
-        """What the main loop keeps in shared memory: K, V, stages of Q, dO and statistics, up to three of P and dS."""
+        """What the main loop keeps in shared memory: K, V, stages of Q, dO and statistics, P and dS or two dS."""
         keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         queries = self.stages_q * (2 * self.head_dim + 4) + self.stages_dout * (2 * self.head_dim_v + 4)
-        scores = 3 if self.main_loop == "sm90_wide" else 2
-        return keys + self.tile_m * queries + 2 * scores * self.tile_m * self.tile_n + 1024
+        return keys + self.tile_m * queries + 4 * self.tile_m * self.tile_n + 1024
 
 
 def _row(
@@ -130,9 +124,9 @@ _WGMMA = (
     # 128 queries a step halve the barriers a key; dP starts after the softmax, or its registers would spill
     _wgmma_row((64, 64), (128, 128), (3, 2), "sm90"),
     _wgmma_row((128, 128), (64, 128), (3, 2), "sm90"),
-    # dK^T and dV^T of 64 keys take 128 registers a thread, of 128 keys they do not fit; a third warpgroup adds dQ
-    replace(_wgmma_row((256, 128), (64, 64), (2, 2), "sm90_wide"), num_threads=384),
-    replace(_wgmma_row((256, 256), (64, 64), (2, 2), "sm90_wide"), num_threads=384),
+    # dK^T and dV^T of 64 keys take 128 registers a thread, of 128 keys they do not fit
+    _wgmma_row((256, 128), (64, 64), (2, 2), "sm90_wide"),
+    _wgmma_row((256, 256), (64, 64), (2, 2), "sm90_wide"),
 )
 
 _ROWS = {

@@ -184,7 +184,36 @@ async def test_many_requests_of_an_async_client_run_together(server: Running, dr
     given = arguments(drawn)
     async with dqkv.AsyncClient(server.target, inline_nbytes=-1) as one:
         answers = await asyncio.gather(*(one.backward(**given) for _ in range(6)))
-        async with await one.region(1 << 16) as region:
-            assert region.nbytes == 1 << 16
     for answer in answers:
         assert_right(drawn, answer)
+
+
+@pytest.mark.parametrize("spelled", ["async with", "await", "async with await"])
+async def test_a_region_of_an_async_client_is_awaited_or_entered(server: Running, spelled: str) -> None:
+    async with dqkv.AsyncClient(server.target) as one:
+        before = server.metric("dqkv_regions")
+        opening = one.region(1 << 16, kind="posix")
+        if spelled == "async with":
+            async with opening as region:
+                assert server.metric("dqkv_regions") == before + 1
+                first, second = region.tensor((4,), "fp32"), region.torch((4,), "fp32")
+                first[...] = 1.0
+                assert not second.any()
+        elif spelled == "await":
+            region = await opening
+            await region.close()
+        else:
+            async with await opening as region:
+                assert region.nbytes == 1 << 16
+        assert server.metric("dqkv_regions") == before
+        with pytest.raises(dqkv.errors.RegionInvalid, match=r"^this region is closed$"):
+            region.tensor((1,), "fp32")
+
+
+async def test_a_region_that_cannot_be_had_is_refused_either_way(server: Running) -> None:
+    async with dqkv.AsyncClient(server.target) as one:
+        with pytest.raises(dqkv.errors.RegionInvalid, match="the limit is"):
+            await one.region(1 << 60)
+        with pytest.raises(dqkv.errors.RegionInvalid, match="the limit is"):
+            async with one.region(1 << 60):
+                pytest.fail("it was opened")

@@ -225,8 +225,35 @@ def test_what_does_not_fit_is_refused_in_the_forward(client: dqkv.Client) -> Non
         dqkv.attention(q.detach().numpy(), k, v, client=client)
     with pytest.raises(errors.ShapeMismatch):
         dqkv.attention(q[0, 0], k, v, client=client)
-    with pytest.raises(TypeError, match="unknown"):
-        dqkv.attention(q, k, v, client=client, unknown=1)
+
+
+@pytest.mark.parametrize(("name", "near"), [("window_size", "window"), ("dropout_p", ""), ("is_causal", "causal")])
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one(client: dqkv.Client, name: str, near: str) -> None:
+    q, k, v = leaves(Sizes(), torch.float32)
+    with pytest.raises(TypeError) as caught:
+        dqkv.attention(q, k, v, client=client, **{name: 1})
+    assert str(caught.value).startswith(f"attention() has no argument {name!r}; the nearest is '{near}")
+
+
+async def test_a_client_that_cannot_wait_is_refused_at_the_call() -> None:
+    q, k, v = leaves(Sizes(), torch.float32)
+    async with dqkv.AsyncClient("127.0.0.1:1") as one:
+        for wrong in (one, None, "127.0.0.1:1"):
+            with pytest.raises(errors.OptionInvalid, match=r"must be a dqkv\.Client") as caught:
+                dqkv.attention(q, k, v, client=wrong)
+            assert caught.value.field == "client"
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v", "dout", "out", "dq"])
+def test_a_tensor_without_values_is_refused_by_name(client: dqkv.Client, role: str) -> None:
+    q = torch.zeros(1, 8, 2, 16)
+    given = dict.fromkeys(("q", "k", "v", "dout", "out"), q) | {role: q.to("meta")}
+    with pytest.raises(errors.DTypeMismatch, match="meta device") as caught:
+        client.backward(**given)
+    assert caught.value.field == role
+    if role in ("q", "k", "v"):
+        with pytest.raises(errors.DTypeMismatch, match="meta device"):
+            dqkv.attention(*(given[name] for name in ("q", "k", "v")), client=client)
 
 
 def test_a_long_forward_holds_a_tile_of_scores_at_a_time() -> None:

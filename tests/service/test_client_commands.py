@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rig.server import Running, running
+from typer.testing import CliRunner
 
+from dqkv.__main__ import SERVER_MODULES, app
 from dqkv.check import Outcome, check, judge
+from dqkv.cli.bench import SIZES
 from dqkv.courier import Answer, Courier, Door, Transport
 from dqkv.problem import Gradients, Report
 from dqkv.tensor import NUMPY_DTYPES
@@ -84,6 +89,8 @@ def test_bench_prints_a_row_a_transport(server: Running) -> None:
         (("check", "a:1", "--certificate", "cert.pem"), "needs its key"),
         (("check", "a:1", "--token-file", "no-such-file"), "No such file"),
         (("serve", "--set", "port"), "is not NAME=VALUE"),
+        (("check", "127.0.0.1"), "port of 1 to 65535"),
+        (("bench", "http://127.0.0.1:1"), "port of 1 to 65535"),
     ],
 )
 def test_a_wrong_option_is_said_in_words(arguments: tuple[str, ...], says: str) -> None:
@@ -106,6 +113,65 @@ def test_settings_are_listed() -> None:
     done = dqkv("settings")
     assert done.returncode == 0
     assert "DQKV_STREAM_IDLE_S" in done.stdout
+
+
+def test_the_version_is_the_installed_one() -> None:
+    done = dqkv("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dqkv {metadata.version('dqkv')}\n", "")
+
+
+def test_bench_shows_every_name_whole_on_80_columns(server: Running) -> None:
+    done = dqkv("bench", server.target, "--seconds", "0.1", COLUMNS="80")
+    assert done.returncode == 0, done.stdout + done.stderr
+    timed = [str(size) for size in SIZES if f"{size} was left out" not in done.stdout]
+    assert timed
+    for size in timed:
+        for transport in Transport:
+            assert re.search(rf"^ *{size} +{transport} ", done.stdout, re.MULTILINE), done.stdout
+    assert "…" not in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+
+
+# ---- without an extra
+WITHOUT = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "settings"])
+@pytest.mark.parametrize("hidden", SERVER_MODULES)
+def test_a_command_without_the_servers_extra_says_one_line(
+    command: str, hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == hidden else real(name))
+    done = CliRunner().invoke(app, [command])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"dqkv {command} needs pip install 'dqkv[server]'\n"
+
+
+def test_the_servers_extra_is_what_the_package_says_it_is() -> None:
+    wanted = {
+        re.split(r"[^A-Za-z0-9_-]", line)[0].lower()
+        for line in metadata.requires("dqkv") or []
+        if re.search(r"extra == ['\"]server['\"]", line)
+    }
+    brought_by = metadata.packages_distributions()
+    assert wanted == {brought_by[module][0].lower().replace("_", "-") for module in SERVER_MODULES}
+
+
+def test_attention_without_torch_says_one_line() -> None:
+    program = WITHOUT.format(hidden={"torch"}) + "import dqkv\ndqkv.Client\ndqkv.attention\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    says = "ModuleNotFoundError: dqkv.attention needs torch: pip install 'dqkv[client-torch]'"
+    assert done.stderr.splitlines()[-1] == says
+    assert "During handling" not in done.stderr
 
 
 # ---- what check calls wrong

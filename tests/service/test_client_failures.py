@@ -155,14 +155,35 @@ def test_a_server_of_another_authority_is_not_trusted(authority: Authority, tmp_
     host, stranger = authority.issue("gradients.test"), Authority(tmp_path, "theirs")
     settings = {"tls_cert": str(host.certificate), "tls_key": str(host.key)}
     with running(**settings) as server:
-        for tls in (
-            dqkv.Tls(root_ca=stranger.root, server_name="gradients.test"),
-            dqkv.Tls(root_ca=authority.root, server_name="other.test"),
-            None,
+        for tls, hint in (
+            (dqkv.Tls(root_ca=stranger.root, server_name="gradients.test"), "do tls.root_ca and tls.server_name fit"),
+            (dqkv.Tls(root_ca=authority.root, server_name="other.test"), ""),
+            (None, "does the server want TLS?"),
         ):
             retry = dqkv.Retry(attempts=1)
             with (
                 dqkv.Client(server.target, tls=tls, retry=retry, timeout_s=20) as one,
-                pytest.raises(errors.TransportError),
+                pytest.raises(errors.TransportError) as caught,
             ):
                 one.backward(**arguments(drawn))
+            assert hint in caught.value.message, caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("port", "tls", "hint"),
+    [
+        ("http_port", False, "this looks like the HTTP port"),
+        ("stream_port", False, "this looks like the stream port"),
+        ("grpc_port", True, "no TLS is spoken there"),
+    ],
+)
+def test_a_mistyped_port_or_tls_is_guessed_at(
+    server: Running, authority: Authority, drawn: Drawn, port: str, tls: bool, hint: str
+) -> None:
+    trust = dqkv.Tls(root_ca=authority.root) if tls else None
+    with (
+        dqkv.Client(f"127.0.0.1:{server.address[port]}", tls=trust, retry=dqkv.Retry(attempts=1)) as one,
+        pytest.raises(errors.TransportError) as caught,
+    ):
+        one.backward(**arguments(drawn))
+    assert hint in caught.value.message

@@ -66,6 +66,33 @@ def test_by_region_no_tensor_byte_goes_over_grpc(server: Running, client: dqkv.C
         assert_right(drawn, gradients)
 
 
+def test_tensors_made_one_after_the_other_share_nothing(client: dqkv.Client, drawn: Drawn) -> None:
+    given = arguments(drawn)
+    with client.region(1 << 20, label="ring") as region:
+        views = {role: region.tensor(given[role].shape, given[role].dtype) for role in ("q", "k", "v", "dout", "out")}
+        outputs = {
+            role: region.torch(given[like].shape, "bf16") for role, like in (("dq", "q"), ("dk", "k"), ("dv", "v"))
+        }
+        for role, view in views.items():
+            view[...] = given[role]
+        assert_right(drawn, client.backward(**{**given, **views}, **outputs))
+        with pytest.raises(errors.RegionInvalid, match="needs 1048576 bytes, the region has"):
+            region.tensor((1 << 18,), "fp32")
+    with pytest.raises(errors.RegionInvalid, match=r"^region 'ring' is closed$"):
+        region.torch((1,), "bf16")
+
+
+@pytest.mark.parametrize("kind", ["memfd", "posix"])
+@pytest.mark.parametrize("nbytes", [1 << 40, 1 << 60, 0, -1])
+def test_a_region_larger_than_memory_is_refused_and_nothing_is_registered(
+    server: Running, client: dqkv.Client, kind: str, nbytes: int
+) -> None:
+    before = server.metric("dqkv_regions")
+    with pytest.raises(errors.RegionInvalid, match=f"nbytes is {nbytes}"):
+        client.region(nbytes, kind=kind)
+    assert server.metric("dqkv_regions") == before
+
+
 def test_a_region_tensor_keeps_its_strides(client: dqkv.Client, drawn: Drawn) -> None:
     given = arguments(drawn)
     with client.region(1 << 20) as region:
@@ -101,7 +128,7 @@ def test_views_outlive_a_closed_region_as_ordinary_memory(client: dqkv.Client, d
     q[...] = given["q"]
     region.close()
     region.close()
-    with pytest.raises(errors.RegionInvalid, match="closed"):
+    with pytest.raises(errors.RegionInvalid, match=r"^this region is closed$"):
         region.tensor((1,), "bf16")
     assert_right(drawn, client.backward(**{**given, "q": q}))
 

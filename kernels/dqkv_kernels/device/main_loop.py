@@ -25,8 +25,7 @@ class MainLoop:
 
     def __init__(self, tile, dtype, grad_dtype, softcap):
         self.tile, self.dtype, self.grad_dtype, self.softcap = tile, dtype, grad_dtype, softcap
-        self.num_threads = tile.num_threads  # of the CTA
-        self.work_threads = tile.dq_threads  # that load tiles and write gradients
+        self.num_threads = tile.num_threads
 
     def operand(self, memory, name):
         """The tensor (rows, columns, stage) of one operand in its part of shared memory."""
@@ -162,7 +161,7 @@ class MainLoop:
         rows = sequence.seqlen_k - row
         operands = (("k", k, storage.k), ("v", v, storage.v))
         for name, tensor, memory in operands:
-            TileCopy(self.tile.tile_n, self.sizes(name)[1], self.work_threads).load(
+            TileCopy(self.tile.tile_n, self.sizes(name)[1], self.num_threads).load(
                 Int32(memory.data_ptr().toint()),
                 key_address(sequence, tensor, head, row),
                 row_stride_bytes(tensor),
@@ -193,7 +192,7 @@ class MainLoop:
             (dout, storage.dout, self.tile.head_dim_v, stages[1]),
         )
         for tensor, memory, width, stage in operands:
-            TileCopy(tile_m, width, self.work_threads).load(
+            TileCopy(tile_m, width, self.num_threads).load(
                 Int32(memory.data_ptr().toint()) + stage * (tile_m * width * 2),
                 query_address(sequence, tensor, head, row),
                 row_stride_bytes(tensor),
@@ -239,7 +238,7 @@ class MainLoop:
         turn = self.turn_of(turns, sequence, head, m)
         self.await_turn(turn, mask, m, n, deterministic, tid)
         block = self.dq_block(dq_accum, turns, sequence, head, m)
-        accumulator.add(block, rdQ, tid, self.work_threads, self.tile.red_width)
+        accumulator.add(block, rdQ, tid, self.num_threads, self.tile.red_width)
         self.pass_turn(turn, deterministic, tid)
 
     def dq_block(self, dq_accum, turns, sequence, head, m):
@@ -264,24 +263,16 @@ class MainLoop:
                 done = Int32(0)
                 while done < before:
                     done = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-            self.meet_adders()
+            cute.arch.sync_threads()
 
     @cute.jit
     def pass_turn(self, turn: cute.Pointer, deterministic: Int32, tid: Int32):
         """When deterministic, lets the next key tile add."""
         if deterministic != 0:
             cute.arch.fence_acq_rel_gpu()
-            self.meet_adders()
+            cute.arch.sync_threads()
             if tid == 0:
                 cute.arch.red(turn, Int32(1), op="add", dtype="s32", sem="release", scope="gpu")
-
-    def meet_adders(self):
-        """A barrier of the threads that add to dq_accum."""
-        cute.arch.sync_threads()
-
-    def meet_writers(self):
-        """A barrier of the threads that write gradients."""
-        cute.arch.sync_threads()
 
     @cute.jit
     def write(
@@ -308,8 +299,8 @@ class MainLoop:
             write_pairs(fragment, place, address, pitch, (rows, gradient.shape[3]))
         else:
             self.put(fragment, mma, self.operand(memory, name), tid)
-            self.meet_writers()
-            TileCopy(tile_n, width, self.work_threads).store(
+            cute.arch.sync_threads()
+            TileCopy(tile_n, width, self.num_threads).store(
                 Int32(memory.data_ptr().toint()), address, pitch, (rows, gradient.shape[3]), tid
             )
 

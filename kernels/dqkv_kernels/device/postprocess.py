@@ -17,7 +17,7 @@ class Postprocess:
 
     def __init__(self, tile, grad_dtype):
         self.tile, self.grad_dtype = tile, grad_dtype
-        self.num_threads = tile.dq_threads
+        self.num_threads = tile.num_threads
 
     @cute.jit
     def __call__(

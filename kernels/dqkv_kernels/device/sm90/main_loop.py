@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
+from dqkv_kernels.device import accumulator
 from dqkv_kernels.device.copy import transposed
 from dqkv_kernels.device.main_loop import MainLoop
 from dqkv_kernels.device.mask import end_m, first_m
@@ -20,6 +21,8 @@ from dqkv_kernels.device.softmax import probabilities
 WARPGROUP = 128
 WARPGROUPS = 2
 MMA_ROWS = 64
+COLUMNS_A_STEP = 32
+"""Columns of dQ that are added or, where they are padding, left out together."""
 ALONG_DEPTH, ALONG_ROWS = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -32,6 +35,27 @@ def start(mma, acc, a, b, accumulate):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+@cute.jit
+def add_columns(
+    rdQ: cute.Tensor,
+    block: cutlass.Int64,
+    first_column: Int32,
+    head_dim: Int32,
+    tid: Int32,
+    num_threads: cutlass.Constexpr,
+    red_width: cutlass.Constexpr,
+):
+    """Adds a warpgroup's part of a tile of dQ to its block of dq_accum, but for padding: what L2 takes is what limits.
+
+    rdQ: 64 rows of columns from first_column on; head_dim: the problem's own.
+    """
+    step = MMA_ROWS * COLUMNS_A_STEP // WARPGROUP
+    for c in cutlass.range_constexpr(cute.size(rdQ) // step):
+        if first_column + c * COLUMNS_A_STEP < head_dim:
+            columns = cute.make_tensor(rdQ.iterator + c * step, cute.make_layout(step))
+            accumulator.add(block + c * step * num_threads * 4, columns, tid, num_threads, red_width)
 
 
 def meet():
@@ -145,6 +169,8 @@ class MainLoop90(MainLoop):
         rdV = cute.make_rmem_tensor(of_v.partition_shape_C((tile_n, head_dim_v)), Float32)
         rdK = cute.make_rmem_tensor(of_k.partition_shape_C((tile_n, head_dim)), Float32)
 
+        # of this warpgroup's part of dQ
+        first_column = wg * (head_dim // WARPGROUPS) if const_expr(self.tile.dq_split == "columns") else Int32(0)
         m_first, m_end = first_m(mask, n), end_m(mask, n)
         tiles_m = cutlass.max(m_end - m_first, Int32(0))
         total = tiles_m * group
@@ -193,7 +219,11 @@ class MainLoop90(MainLoop):
                 start(mma_s, rS, K, Q[None, None, None, next_q], False)
                 start(mma_k, rdK, dS_t[None, None, None, stage_dout], Q_t[None, None, None, stage_q], accumulate)
                 warpgroup.wait_group(2)  # dQ of tile i
-                self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
+                turn = self.turn_of(turns, sequence, head, m)
+                self.await_turn(turn, mask, m, n, deterministic, tid)
+                block = self.dq_block(dq_accum, turns, sequence, head, m)
+                add_columns(rdQ, block, first_column, Int32(q.shape[3]), tid, self.num_threads, self.tile.red_width)
+                self.pass_turn(turn, deterministic, tid)
                 if const_expr(self.softcap or tile_m > MMA_ROWS):
                     # the softcap, and S of a tall tile, need the registers that dP would hold meanwhile
                     warpgroup.wait_group(1)  # S of tile i + 1
@@ -217,7 +247,11 @@ class MainLoop90(MainLoop):
             start(mma_q, rdQ, dS[None, None, None, stage_dout], K_t, False)
             start(mma_k, rdK, dS_t[None, None, None, stage_dout], Q_t[None, None, None, stage_q], accumulate)
             warpgroup.wait_group(0)
-            self.add_dq(rdQ, dq_accum, turns, mask, sequence, head, m, n, deterministic, tid)
+            turn = self.turn_of(turns, sequence, head, m)
+            self.await_turn(turn, mask, m, n, deterministic, tid)
+            block = self.dq_block(dq_accum, turns, sequence, head, m)
+            add_columns(rdQ, block, first_column, Int32(q.shape[3]), tid, self.num_threads, self.tile.red_width)
+            self.pass_turn(turn, deterministic, tid)
         else:
             # copies that are in no group are not waited for, and would land in what K's and V's memory holds next
             cute.arch.cp_async_commit_group()
