@@ -83,6 +83,6 @@ def choose(findings: Findings, wanted: Sequence[int] | None) -> Choice:
             continue
         if gpu.archs:
             indices.append(index)
-        state = "computes without" if gpu.archs else "is not used"
-        notes += [f"GPU: cuda:{index} ({gpu.model}) {state}: {fault}" for fault in gpu.faults]
+        state = "computes without" if gpu.archs else "is not used:"
+        notes += [f"GPU: cuda:{index} ({gpu.model}) {state} {fault}" for fault in gpu.faults]
     return Choice(indices=tuple(indices), notes=tuple(notes))

@@ -136,7 +136,7 @@ class Core:
         self._gpu_notes = choice.notes
         self.scheduler.add(self._processes(_gpus(settings, choice.indices)))
         for note in choice.notes:
-            _log.info("a GPU is not used", reason=note)
+            _log.info("looked for GPUs", note=note)
 
     def _processes(self, devices: Iterable[DeviceSettings]) -> list[DeviceProcess]:
         return [DeviceProcess(device, on_restart=self._on_restart) for device in devices]
