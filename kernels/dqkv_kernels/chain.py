@@ -42,6 +42,11 @@ class Workspace:
             self.generation += 1
         return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
+    def must_grow(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether any of these 4-byte tensors does not fit what is there under its name."""
+        have = {name: buffer.numel() for name, buffer in self.buffers.items()}
+        return any(math.prod(shape) * 4 > have.get(name, 0) for name, shape in shapes.items())
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Scratch:
@@ -97,7 +102,7 @@ class Chain:
         """
         with torch.cuda.device(self.device):
             prepared = self._prepare(problem)
-            answers = _run(prepared, problem, tensors, self.workspace, dict(gradients or {}))
+            answers = _run(prepared, self._scratch(prepared, problem), problem, tensors, dict(gradients or {}))
         plan = prepared.plan
         report = Report(
             arch=f"sm{plan.arch}",
@@ -146,43 +151,45 @@ class Chain:
             self._prepared.popitem(last=False)
         return prepared
 
-
-def _scratch(prepared: _Prepared, problem: Problem[object], workspace: Workspace) -> _Scratch:
-    """The problem's views of the workspace, taken again only when the workspace grew."""
-    if prepared.scratch is not None and prepared.scratch.generation == workspace.generation:
+    def _scratch(self, prepared: _Prepared, problem: Problem[object]) -> _Scratch:
+        """The problem's views of the workspace, taken again only when the workspace grew."""
+        if prepared.scratch is not None and prepared.scratch.generation == self.workspace.generation:
+            return prepared.scratch
+        plan, heads = prepared.plan, problem.shape.num_heads_q
+        tile, rows = plan.tile, plan.padded_rows
+        shapes = {
+            "lse_log2": (heads, rows),
+            "delta": (heads, rows),
+            "dq_accum": (heads, rows * tile.head_dim),
+            "turns": (heads, rows // tile.tile_m),
+            "dsink_parts": (heads, rows // tile.tile_m),
+            "sinks": (heads,),
+            "softmax_lse": _statistic_shape(problem) if problem.softmax_lse is None else (1, 1, 1),
+        }
+        if self.workspace.must_grow(shapes):
+            # views of what is about to be replaced would keep it alive
+            for other in self._prepared.values():
+                other.scratch = None
+        views = {
+            name: self.workspace.take(name, shape, torch.int32 if name == "turns" else torch.float32)
+            for name, shape in shapes.items()
+        }
+        prepared.scratch = _Scratch(generation=self.workspace.generation, **views)
         return prepared.scratch
-    plan, heads = prepared.plan, problem.shape.num_heads_q
-    tile, rows = plan.tile, plan.padded_rows
-    shapes = {
-        "lse_log2": (heads, rows),
-        "delta": (heads, rows),
-        "dq_accum": (heads, rows * tile.head_dim),
-        "turns": (heads, rows // tile.tile_m),
-        "dsink_parts": (heads, rows // tile.tile_m),
-        "sinks": (heads,),
-        "softmax_lse": _statistic_shape(problem) if problem.softmax_lse is None else (1, 1, 1),
-    }
-    views = {
-        name: workspace.take(name, shape, torch.int32 if name == "turns" else torch.float32)
-        for name, shape in shapes.items()
-    }
-    prepared.scratch = _Scratch(generation=workspace.generation, **views)
-    return prepared.scratch
 
 
 def _run(
     prepared: _Prepared,
+    scratch: _Scratch,
     problem: Problem[object],
     tensors: Mapping[str, torch.Tensor],
-    workspace: Workspace,
     answers: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     plan, launches, sequences = prepared.plan, prepared.launches, prepared.sequences
-    scratch = _scratch(prepared, problem, workspace)
     packed_q, packed_k = problem.queries.is_packed, problem.keys.is_packed
     for role, spec in problem.gradients.items():
         if role not in answers:
-            answers[role] = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=workspace.device)
+            answers[role] = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=sequences.device)
     _clear_unowned(plan, answers)
     q, dout = (_rows(tensors[role], packed_q) for role in ("q", "dout"))
     k, v = (_rows(tensors[role], packed_k) for role in ("k", "v"))

@@ -182,6 +182,20 @@ class ArchUnavailable(DqkvError):
     reason = "ARCH_UNAVAILABLE"
 
 
+class MethodUnknown(DqkvError):
+    """The server has no method of that name."""
+
+    status = UNIMPLEMENTED
+    reason = "METHOD_UNKNOWN"
+
+
+class WrongPort(DqkvError):
+    """Another port of this server serves the method; the message says which."""
+
+    status = UNIMPLEMENTED
+    reason = "WRONG_PORT"
+
+
 # ---- who asks
 class Unauthenticated(DqkvError):
     """The caller did not prove an identity that this server knows."""

@@ -23,6 +23,8 @@ HEAD_DIM_LIMIT = 256
 ROWS_LIMIT = 2**31 - 1
 """Offsets are int32 in every kernel of this kind, so no side has more rows."""
 FLOAT32_MAX = 3.4028234663852886e38
+SOFTCAP_MIN = 1e-30
+"""A smaller softcap, or a logit divided by it, leaves float32: 0 / 0 and inf * 0 would make gradients NaN."""
 
 INPUT_ROLES = ("q", "k", "v", "dout", "out", "delta", "softmax_lse", "dlse", "sink")
 GRADIENT_ROLES = ("dq", "dk", "dv", "dsink")
@@ -79,7 +81,8 @@ class Options:
     """How the gradient is taken. Raises OptionInvalid.
 
     softmax_scale: None is head_dim ** -0.5. softcap: logits become softcap * tanh(logit / softcap) before the mask,
-    0 is none. grad_dtype: None is the inputs' dtype; FP32 leaves sums that a caller adds up unrounded.
+    0 is none, others are SOFTCAP_MIN or more. grad_dtype: None is the inputs' dtype; FP32 leaves sums that a caller
+    adds up unrounded.
     """
 
     softmax_scale: float | None = None
@@ -95,8 +98,10 @@ class Options:
             raise errors.OptionInvalid(
                 f"softmax_scale is {self.softmax_scale}, not a finite float32", field="softmax_scale"
             )
-        if not 0.0 <= self.softcap <= FLOAT32_MAX:
-            raise errors.OptionInvalid(f"softcap is {self.softcap}, below 0 or not a finite float32", field="softcap")
+        if self.softcap != 0.0 and not SOFTCAP_MIN <= self.softcap <= FLOAT32_MAX:
+            raise errors.OptionInvalid(
+                f"softcap is {self.softcap}, must be 0 or from {SOFTCAP_MIN} to {FLOAT32_MAX}", field="softcap"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,10 +360,7 @@ def _check_batch(problem: Problem[Any]) -> None:
         if lengths.cu_seqlens is None:
             counts[role] = tensor.shape[0]
             continue
-        if not lengths.cu_seqlens:
-            raise errors.OffsetsInvalid(
-                f"cu_seqlens_{role} is empty, must hold batch_size + 1 offsets", field=f"cu_seqlens_{role}"
-            )
+        _check_range(f"cu_seqlens_{role}", lengths.cu_seqlens)
         counts[f"cu_seqlens_{role}"] = len(lengths.cu_seqlens) - 1
     (first, first_size), (second, second_size) = counts.items()
     if first_size == second_size:
@@ -407,6 +409,10 @@ def _check_lengths(problem: Problem[Any], side: str, lengths: Lengths) -> None:
         allocated = offsets[1:] - offsets[:-1]
     if lengths.seqused is not None:
         _check_seqused(f"seqused_{side}", lengths.seqused, allocated)
+    if lengths.max_seqlen is not None and lengths.max_seqlen > ROWS_LIMIT:
+        raise errors.OptionInvalid(
+            f"max_seqlen_{side} is {lengths.max_seqlen}, the limit is {ROWS_LIMIT}", field=f"max_seqlen_{side}"
+        )
     if lengths.max_seqlen is not None and lengths.max_seqlen < seqlen:
         raise errors.MaxSeqlenTooSmall(
             f"max_seqlen_{side} is {lengths.max_seqlen}, the longest sequence has {seqlen} rows",
@@ -414,11 +420,17 @@ def _check_lengths(problem: Problem[Any], side: str, lengths: Lengths) -> None:
         )
 
 
-def _check_offsets(name: str, cu_seqlens: tuple[int, ...], rows: int) -> None:
+def _check_range(name: str, cu_seqlens: tuple[int, ...]) -> None:
+    """Comes before the sizes are taken from the offsets, which are 64 bits wide there."""
+    if not cu_seqlens:
+        raise errors.OffsetsInvalid(f"{name} is empty, must hold batch_size + 1 offsets", field=name)
     if min(cu_seqlens) < 0 or max(cu_seqlens) > ROWS_LIMIT:
         raise errors.OffsetsInvalid(
             f"{name} holds {min(cu_seqlens)} to {max(cu_seqlens)}, must lie in 0 to {ROWS_LIMIT}", field=name
         )
+
+
+def _check_offsets(name: str, cu_seqlens: tuple[int, ...], rows: int) -> None:
     if cu_seqlens[0] != 0:
         raise errors.OffsetsInvalid(f"{name} starts at {cu_seqlens[0]}, must start at 0", field=name)
     for index in range(1, len(cu_seqlens)):

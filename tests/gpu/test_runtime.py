@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -101,6 +102,15 @@ def test_a_workspace_is_not_allocated_again_for_the_same_problem(gpu: Gpu):
     before = {name: buffer.data_ptr() for name, buffer in chain.workspace.buffers.items()}
     gpu.answer(*request, chain)
     assert {name: buffer.data_ptr() for name, buffer in chain.workspace.buffers.items()} == before
+
+
+def test_a_workspace_that_grows_gives_back_what_it_had(gpu: Gpu):
+    chain = new_chain(gpu)
+    gpu.answer(*request_of(gpu, "tiny_all_options"), chain)
+    before = weakref.ref(chain.workspace.buffers["dq_accum"])
+    gpu.answer(*request_of(gpu, "hd256_noncausal_fp16"), chain)
+    assert before() is None
+    gpu.answer(*request_of(gpu, "tiny_all_options"), chain)
 
 
 def test_a_kernel_that_was_not_built_is_refused_before_any_launch(gpu: Gpu, tmp_path):

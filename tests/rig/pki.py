@@ -46,8 +46,11 @@ class Authority:
         self.root = self._folder / "root.pem"
         self.root.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, days: int = 1) -> Certificate:
-        """A certificate for a host or a caller, whose only SAN is `name`; negative days are how long it has expired."""
+    def issue(self, name: str, *, days: int = 1, lasting: int = 30) -> Certificate:
+        """A certificate for a host or a caller, whose only SAN is `name`.
+
+        It ends in `days`, or has ended before as many where they are negative, and is valid for the `lasting` before.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         end = datetime.datetime.now(datetime.UTC) + days * DAY
         certificate = (
@@ -56,7 +59,7 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(end - 30 * DAY)
+            .not_valid_before(end - lasting * DAY)
             .not_valid_after(end)
             .add_extension(x509.SubjectAlternativeName([_general_name(name)]), critical=False)
             .add_extension(

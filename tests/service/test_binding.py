@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import socket
 import subprocess
 import sys
@@ -78,6 +79,10 @@ def test_a_second_server_at_a_taken_port_refuses_to_start(server: Running, setti
     assert str(server.address[port]) in words
     assert "another server" in words
     assert "Traceback" not in words
+    last = json.loads(words.splitlines()[-1])
+    assert last["event"] == "cannot start"
+    assert f"DQKV_{setting.upper()}" in last["reason"]
+    assert not any(word in words for word in ("draining", "drained", "shutting down")), "it never ran"
     with Caller(server) as caller:
         assert caller.ask(caller.facts.GetCapabilities, pb.GetCapabilitiesRequest()).devices, "the first one goes on"
 
@@ -104,8 +109,56 @@ def test_a_bind_beyond_loopback_works_with_tls(tmp_path: Path) -> None:
         assert listening(server.address["stream_port"]) & {"0.0.0.0", "::"}
 
 
-def test_an_address_that_is_not_this_machines_is_refused_in_words() -> None:
-    code, words = how_it_ended(host="192.0.2.1", insecure_bind="true")
+def test_a_unix_socket_of_a_living_server_is_left_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "dqkv.sock"
+    with running(cpu_devices="0", unix_socket=str(path)):
+        code, words = how_it_ended(unix_socket=str(path))
+        assert code == 1
+        assert "DQKV_UNIX_SOCKET" in words
+        assert "drain" not in words
+        assert path.is_socket(), "the first one goes on"
+
+
+@pytest.mark.parametrize(("setting", "named"), [("host", "DQKV_PORT"), ("http_host", "DQKV_HTTP_PORT")])
+@pytest.mark.parametrize("address", ["192.0.2.1", "nowhere.invalid"])
+def test_an_address_that_is_not_this_machines_is_refused_in_words(setting: str, named: str, address: str) -> None:
+    code, words = how_it_ended(**{setting: address, "insecure_bind": "true"})
     assert code == 1
-    assert "192.0.2.1" in words
+    assert address in words
+    assert named in words
+    assert "another server" not in words, "nobody is there"
     assert "Traceback" not in words
+
+
+# ---- what is open without anybody's asking
+def warnings(server: Running) -> set[str]:
+    return {event["event"] for event in server.events if event.get("level") == "warning"}
+
+
+def test_http_stays_at_loopback_when_grpc_leaves_it_and_secrets_in_the_clear_are_warned_of() -> None:
+    with running(cpu_devices="0", host="0.0.0.0", insecure_bind="true", tokens="one:gradient:hidden") as server:
+        assert listening(server.address["http_port"]) == {"127.0.0.1"}
+        assert warnings(server) == {"tokens travel in the clear"}
+        assert "hidden" not in "".join(server.lines)
+
+
+def test_http_is_open_to_others_only_when_told_and_with_a_warning() -> None:
+    with running(cpu_devices="0", http_host="0.0.0.0") as server:
+        assert listening(server.address["http_port"]) == {"0.0.0.0"}
+        assert listening(server.address["grpc_port"]) == {"127.0.0.1"}
+        assert warnings(server) == {"HTTP is open to others"}
+
+
+def test_what_is_not_dangerous_is_not_warned_of(tmp_path: Path) -> None:
+    own = Authority(tmp_path, "ours").issue("127.0.0.1")
+    for settings in (
+        {"tokens": "one:gradient:hidden"},
+        {
+            "tokens": "one:gradient:hidden",
+            "host": "0.0.0.0",
+            "tls_cert": str(own.certificate),
+            "tls_key": str(own.key),
+        },
+    ):
+        with running(cpu_devices="0", **settings) as server:
+            assert warnings(server) == set()

@@ -38,10 +38,33 @@ def test_info_tells_ports_devices_and_limits(server: Running) -> None:
     assert any("GPU" in note for note in info["notes"])
 
 
+def test_limits_are_the_same_over_http_and_grpc(server: Running, channel: grpc.Channel) -> None:
+    told = json.loads(server.http("/v1/info")[1])["limits"]
+    limits = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10).limits
+    fields = {field.name: getattr(limits, field.name) for field in pb.Limits.DESCRIPTOR.fields}
+    assert fields == {name: told[name] for name in fields}
+    assert all(fields.values())
+
+
 def test_the_api_describes_itself(server: Running) -> None:
     assert server.http("/docs")[0] == 200
     paths = json.loads(server.http("/openapi.json")[1])["paths"]
     assert set(paths) == {"/livez", "/readyz", "/metrics", "/v1/info"}
+
+
+def test_the_page_of_documentation_needs_no_other_host(server: Running) -> None:
+    page = server.http("/docs")[1].decode()
+    links = re.findall(r"""(?:src|href)=["']([^"']+)["']""", page)
+    links += re.findall(r"""\burl: ["']([^"']+)["']""", page)
+    assert len(links) == 4, links
+    for link in links:
+        assert link.startswith("/")
+        assert not link.startswith("//")
+        status, body = server.http(link)
+        assert (status, bool(body)) == (200, True), link
+    assert '"validatorUrl": null' in page, "the script asks another host otherwise"
+    elsewhere = set(re.findall(r"https?://[^/\"'\s]+|(?<![:\w])//[\w.]+\.\w+", page))
+    assert elsewhere == set()
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/none", "/metrics/../x", "/livez?x=1"])

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rig.process import children, is_alive
+from rig.process import children, is_alive, wait_for
 from rig.server import Running, eventually, open_channel, running
 from rig.wire import (
     ROLES,
@@ -147,6 +147,19 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         assert server.stop(signal.SIGINT) == 128 + signal.SIGINT
         hold.set()
         upload.cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_ends_it_there(number: int) -> None:
+    with running(ready=False, region_socket="auto") as server:
+        workers = wait_for(lambda: children(server.process.pid), "a device's process")
+        began = time.monotonic()
+        assert server.stop(number) == 0
+        assert time.monotonic() - began < 3
+        assert not any(is_alive(pid) for pid in workers)
+    told = {event["event"] for event in server.events if event["level"] != "debug"}
+    assert told == {"ending before it served"}
+    assert len(server.lines) == len(server.events), server.lines
 
 
 def test_a_stopped_server_leaves_no_process_and_no_socket() -> None:

@@ -8,6 +8,8 @@ import grpc
 import pytest
 from rig.server import Running
 from rig.wire import (
+    ALL_METHODS,
+    STREAM_METHOD,
     Failure,
     assert_right,
     failing,
@@ -20,10 +22,12 @@ from rig.wire import (
     unary_request,
 )
 
+from dqkv.server.identity import RIGHTS
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
 
 MIB = 1 << 20
+UNARY_METHODS = [f"/dqkv.v1.{service}/{name}" for service, methods in ALL_METHODS.items() for name in methods]
 
 
 def backward(channel: grpc.Channel, request: pb.BackwardRequest, timeout_s: float = 30.0) -> pb.BackwardResponse:
@@ -192,17 +196,47 @@ def test_a_message_that_is_no_request_is_refused(channel: grpc.Channel) -> None:
     assert (found[0].code, found[0].reason) == (INVALID, "MESSAGE_INVALID")
 
 
+@pytest.mark.parametrize("method", UNARY_METHODS)
+def test_bytes_that_are_no_message_are_refused_by_every_method(channel: grpc.Channel, method: str) -> None:
+    with failing() as found:
+        channel.unary_unary(method)(b"\xff\xff\xff", timeout=10)
+    assert (found[0].code, found[0].reason) == (INVALID, "MESSAGE_INVALID")
+    assert f"{method.rpartition('/')[2]}Request" in found[0].message
+
+
+# ---- the wrong port
 def test_the_stream_on_the_control_port_says_where_it_is_served(channel: grpc.Channel, server: Running) -> None:
     with failing() as found:
         list(stream(channel, frames_of(sample())))
-    assert found[0].code is grpc.StatusCode.UNIMPLEMENTED
-    assert str(server.address["stream_port"]) in found[0].message
+    assert (found[0].code, found[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "WRONG_PORT")
+    assert f"port {server.address['stream_port']} " in found[0].message
+    server.wait_for("request", rpc="BackwardStream", reason="WRONG_PORT")
 
 
-def test_an_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
+@pytest.mark.parametrize("method", [method for method in RIGHTS if method != STREAM_METHOD])
+@pytest.mark.parametrize("message", [b"", bytes(3 * MIB)], ids=["empty", "large"])
+def test_every_method_on_the_stream_port_says_where_it_is_served(
+    bulk: grpc.Channel, server: Running, method: str, message: bytes
+) -> None:
     with failing() as found:
-        channel.unary_unary("/dqkv.v1.AttentionGradientService/Forward")(b"", timeout=10)
-    assert found[0].code is grpc.StatusCode.UNIMPLEMENTED
+        bulk.unary_unary(method)(message, timeout=10)
+    assert (found[0].code, found[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "WRONG_PORT")
+    assert f"port {server.address['grpc_port']} " in found[0].message
+
+
+@pytest.mark.parametrize("path", ["/dqkv.v1.AttentionGradientService/Forward", "/no.such.Service/Nothing", "/Nowhere"])
+@pytest.mark.parametrize("port", ["channel", "bulk"])
+def test_an_unknown_method_is_told_so_on_both_ports(
+    request: pytest.FixtureRequest, server: Running, port: str, path: str
+) -> None:
+    channel: grpc.Channel = request.getfixturevalue(port)
+    with failing() as found:
+        channel.unary_unary(path)(b"", timeout=10)
+    assert (found[0].code, found[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "METHOD_UNKNOWN")
+    with failing() as found:
+        list(channel.stream_stream(path)(iter([b"", b""]), timeout=10))
+    assert found[0].reason == "METHOD_UNKNOWN"
+    assert path.rpartition("/")[2] not in server.http("/metrics")[1].decode(), "a caller's words are no label"
 
 
 def test_a_message_over_the_limit_is_refused(channel: grpc.Channel) -> None:

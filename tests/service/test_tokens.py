@@ -87,8 +87,19 @@ def test_each_method_lets_in_whom_it_should(guarded: Running, method: str, who: 
 
 
 def test_the_table_has_every_method_that_the_server_knows() -> None:
-    known = {method for method in RIGHTS if "/grpc.health" not in method and ".v1.ServerReflection" not in method}
+    known = {method for method in RIGHTS if "/grpc.health" not in method}
     assert known == set(TABLE) - {HEALTH}
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [(HEALTH, "WRONG_PORT"), ("/dqkv.v1.AttentionGradientService/Backward", NO_PROOF), ("/a.b/C", "METHOD_UNKNOWN")],
+)
+def test_who_has_no_token_learns_of_the_other_port_what_anyone_may_call_there(
+    guarded: Running, method: str, reason: str
+) -> None:
+    with Caller(guarded) as caller:
+        assert caller.refused(caller.bulk.unary_unary(method), b"").reason == reason
 
 
 def test_an_unknown_method_tells_nobody_anything(guarded: Running) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dqkv import errors
-from dqkv.problem import Arch, Lengths, LseScope, Options, Problem, Window
+from dqkv.problem import FLOAT32_MAX, SOFTCAP_MIN, Arch, Lengths, LseScope, Options, Problem, Window
 from dqkv.tensor import DType, Tensor, dense_strides
 
 pytestmark = pytest.mark.numpy_only
@@ -121,6 +121,9 @@ REFUSED = {
     "seqused negative": ({"queries": Lengths(seqused=(-1, 5))}, errors.SequsedInvalid, "seqused_q"),
     "seqused of one sequence": ({"queries": Lengths(seqused=(5,))}, errors.SequsedInvalid, "seqused_q"),
     "max_seqlen below a dense side's": ({"keys": Lengths(max_seqlen=6)}, errors.MaxSeqlenTooSmall, "max_seqlen_k"),
+    "max_seqlen beyond int32": ({"queries": Lengths(max_seqlen=2**31)}, errors.OptionInvalid, "max_seqlen_q"),
+    "max_seqlen beyond int64": ({"keys": Lengths(max_seqlen=2**80)}, errors.OptionInvalid, "max_seqlen_k"),
+    "seqused beyond int64": ({"keys": Lengths(seqused=(7, 2**80))}, errors.SequsedInvalid, "seqused_k"),
     "more rows than offsets count": (
         {name: tensor(2**16, 2**16, 4, width) for name, width in (("q", 16), ("dout", 24), ("out", 24))}
         | {"softmax_lse": None, "k": tensor(2**16, 7, 2, 16), "v": tensor(2**16, 7, 2, 24)}, errors.SizeOverflow, "q",
@@ -134,6 +137,8 @@ PACKED_REFUSED = {
     "offsets that start at 1": ({"queries": Lengths(cu_seqlens=(1, 5, 5, 10))}, errors.OffsetsInvalid, "cu_seqlens_q"),
     "offsets below 0": ({"queries": Lengths(cu_seqlens=(0, -5, 5, 10))}, errors.OffsetsInvalid, "cu_seqlens_q"),
     "offsets beyond int32": ({"keys": Lengths(cu_seqlens=(0, 0, 4, 2**31))}, errors.OffsetsInvalid, "cu_seqlens_k"),
+    "offsets beyond int64": ({"keys": Lengths(cu_seqlens=(0, 0, 4, 2**80))}, errors.OffsetsInvalid, "cu_seqlens_k"),
+    "offsets below int64": ({"queries": Lengths(cu_seqlens=(0, -(2**80)))}, errors.OffsetsInvalid, "cu_seqlens_q"),
     "one offset too many": ({"keys": Lengths(cu_seqlens=(0, 0, 4, 4, 9))}, errors.OffsetsInvalid, "cu_seqlens_k"),
     "no offsets": ({"keys": Lengths(cu_seqlens=())}, errors.OffsetsInvalid, "cu_seqlens_k"),
     "max_seqlen below the longest": (
@@ -161,10 +166,18 @@ def test_a_scale_that_is_no_finite_float32_is_refused(value):
         Options(softmax_scale=value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e39])
-def test_a_softcap_that_means_nothing_is_refused(value):
-    with pytest.raises(errors.OptionInvalid, match="softcap"):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e39, 5e-324, 1e-50, 1e-46, 1e-38, 9e-31])
+def test_a_softcap_that_means_nothing_or_leaves_float32_is_refused(value):
+    with pytest.raises(errors.OptionInvalid) as caught:
         Options(softcap=value)
+    assert caught.value.field == "softcap"
+    assert str(value) in caught.value.message
+    assert str(SOFTCAP_MIN) in caught.value.message
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, SOFTCAP_MIN, 50.0, FLOAT32_MAX])
+def test_a_softcap_is_none_or_any_that_float32_can_divide_by(value):
+    assert Options(softcap=value).softcap == value
 
 
 def test_windows_take_any_bounds_but_no_negative_sink_tokens():

@@ -538,19 +538,17 @@ async def test_a_server_without_devices_says_so() -> None:
     await scheduler.start()
     with pytest.raises(errors.ArchUnavailable, match="there is none"):
         scheduler.estimate(describe(SECOND))
-    await scheduler.drain(time.monotonic() + 1)
     await scheduler.stop()
 
 
 # ---- the end
-async def test_a_drain_lets_all_that_was_taken_on_finish_and_nothing_else_in() -> None:
+async def test_turning_away_lets_all_that_was_taken_on_finish_and_nothing_else_in() -> None:
     device, problem = ToldDevice(), sized(3)
     async with told(device) as scheduler:
         tasks = [begin(scheduler, sized(heads)) for heads in (1, 2)]
         uploading = scheduler.admit(problem, owner="b", deadline=None)
         await settled()
-        drain = asyncio.create_task(scheduler.drain(time.monotonic() + 20))
-        await settled()
+        scheduler.turn_away()
         assert scheduler.draining
         with pytest.raises(errors.Draining):
             scheduler.admit(describe(SECOND), owner="a", deadline=None)
@@ -558,23 +556,19 @@ async def test_a_drain_lets_all_that_was_taken_on_finish_and_nothing_else_in() -
             last = asyncio.create_task(uploading.run(problem, gradients_of(problem), []))
             await settled()
             while device.current is not None:
-                assert not drain.done()
                 await device.finish()
             assert isinstance(await last, Report)
-        await asyncio.wait_for(drain, 1)
         assert all(isinstance(answer, Report) for answer in await ended(*tasks))
 
 
-async def test_a_drain_ends_at_its_deadline_and_stop_fails_the_rest_as_retryable() -> None:
+async def test_stop_fails_what_waits_or_runs_as_retryable() -> None:
     device = ToldDevice()
     scheduler = scheduler_of([device])
     await scheduler.start()
     device.hold()
     tasks = [begin(scheduler, sized(heads)) for heads in (1, 2)]
     await settled()
-    begun = time.monotonic()
-    await scheduler.drain(begun + 0.1)
-    assert 0.1 <= time.monotonic() - begun < 1
+    scheduler.turn_away()
     assert not any(task.done() for task in tasks)
     await scheduler.stop()
     for answer in await ended(*tasks):

@@ -100,11 +100,12 @@ class DeviceProcess:
             self._supervisor = asyncio.create_task(self._supervise(), name=f"dqkv device {self.name}")
 
     async def stop(self) -> None:
-        """End the process: soon when it is idle or gives up its task, by force after `stop_timeout_s`."""
+        """End the process: soon when it is idle or gives up its task, by force when it has not started or will not."""
         self._stopping = True
         if self._supervisor is None:
             return
-        if self._life is None:
+        if self._life is None or self._state is not DeviceState.OK:
+            # Nothing runs on it yet, and it hears nothing until it has imported what it needs.
             self._supervisor.cancel()
         else:
             self._life.end()

@@ -172,7 +172,3 @@ class Lane:
     def waiting(self) -> list[Ticket]:
         """The tickets in the queue."""
         return self._waiting.items()
-
-    def is_empty(self) -> bool:
-        """Whether nothing is bound to this device."""
-        return not self._receiving and not len(self._waiting) and self._running is None

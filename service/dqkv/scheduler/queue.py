@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -66,7 +65,6 @@ class Scheduler:
         self._task_ids = itertools.count(1)
         self._draining = False
         self._stopping = False
-        self._changed = asyncio.Event()
         self._measuring: dict[str, asyncio.Task[None]] = {}
 
     def add(self, devices: Iterable[Device]) -> None:
@@ -80,14 +78,9 @@ class Scheduler:
         await asyncio.gather(*(lane.device.start() for lane in self._lanes))
         await asyncio.gather(*(lane.decided.wait() for lane in self._lanes))
 
-    async def drain(self, deadline: float) -> None:
-        """Take nothing on any more, and wait until all that was taken on is done, or `deadline` (monotonic) passed."""
+    def turn_away(self) -> None:
+        """Take nothing on any more; what was taken on goes on."""
         self._draining = True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(deadline - time.monotonic()):
-                while not all(lane.is_empty() for lane in self._lanes):
-                    self._changed.clear()
-                    await self._changed.wait()
 
     async def stop(self) -> None:
         """End every device; what waits or runs is stopped and fails with Draining, so that another server gets it."""
@@ -175,10 +168,6 @@ class Scheduler:
         lane.cost.observe(Sample(arch=ticket.arch, work=ticket.work, seconds=seconds))
         self._observe(estimate, report)
         return report
-
-    def _leave(self, ticket: Ticket) -> None:
-        ticket.lane.leave(ticket)
-        self._changed.set()
 
     # ---- placement
     def _move(self, ticket: Ticket) -> None:
@@ -279,7 +268,7 @@ class Admission:
         """Give back the seconds that were held; nothing after `run` has begun."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
-            self._scheduler._leave(ticket)
+            ticket.lane.leave(ticket)
 
     async def run(
         self, problem: Problem[InBlock], gradients: dict[str, Tensor[InBlock]], blocks: Sequence[Block]
@@ -306,7 +295,7 @@ class Admission:
                 f"the deadline passed {stage}, {time.monotonic() - begun:.3g} s after its tensors were there"
             ) from None
         finally:
-            self._scheduler._leave(ticket)
+            ticket.lane.leave(ticket)
 
 
 def _check_deadline(estimate: Estimate, deadline: float) -> None:

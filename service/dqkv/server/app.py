@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 
 import structlog
 
-from dqkv.problem import HEAD_DIM_LIMIT
 from dqkv.server import lifecycle, logs, ports, tls
 from dqkv.server.core import Core
 from dqkv.server.grpc_servers import GrpcServers
-from dqkv.server.http_app import DeviceInfo, Info, LimitsInfo, Sources, make_app
+from dqkv.server.http_app import DeviceInfo, Info, Sources, make_app
 from dqkv.server.http_server import HttpServer
 from dqkv.server.identity import Doorkeeper
-from dqkv.settings import Settings, SettingsInvalid
+from dqkv.server.limits import LimitsInfo
+from dqkv.settings import Settings, SettingsInvalid, is_loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +25,7 @@ class Addresses:
     host: str
     grpc_port: int
     stream_port: int
+    http_host: str
     http_port: int
     unix_socket: str
     region_socket: str
@@ -89,7 +90,7 @@ class Server:
         await core.open_region_socket()
         # Every address is taken before a device is started, so that a second server ends at once. What was started
         # last is stopped first: health and metrics are there until the drain is over.
-        listener = ports.listen_http(settings.host, settings.http_port)
+        listener = ports.listen_http(settings.http_host, settings.http_port)
         self._held.callback(listener.close)
         http = HttpServer(make_app(self._sources(core), version=core.version), listener)
         await http.start()
@@ -101,12 +102,29 @@ class Server:
             host=settings.host,
             grpc_port=grpc_port,
             stream_port=stream_port,
+            http_host=settings.http_host,
             http_port=listener.getsockname()[1],
             unix_socket="" if settings.unix_socket is None else str(settings.unix_socket),
             region_socket=core.region_socket,
         )
+        self._warn_of_open_ports()
         await core.start()
         await servers.start()
+
+    def _warn_of_open_ports(self) -> None:
+        settings = self._settings
+        if self._tokens and self._credentials is None and not is_loopback(settings.host):
+            self._log.warning(
+                "tokens travel in the clear",
+                reason=f"DQKV_HOST is {settings.host} and there is no TLS: whoever is on the way reads every secret",
+                remedy="give DQKV_TLS_CERT and DQKV_TLS_KEY",
+            )
+        if not is_loopback(settings.http_host):
+            self._log.warning(
+                "HTTP is open to others",
+                reason=f"DQKV_HTTP_HOST is {settings.http_host}, and HTTP has neither TLS nor authentication",
+                remedy="let only probes and the collector of metrics reach it",
+            )
 
     def _doorkeeper(self, core: Core) -> Doorkeeper:
         return Doorkeeper(
@@ -119,7 +137,6 @@ class Server:
         return Sources(failing=core.readiness.failing, info=lambda: self._info(core), exposition=core.exposition)
 
     def _info(self, core: Core) -> Info:
-        settings = self._settings
         return Info(
             version=core.version,
             grpc_port=self.addresses.grpc_port,
@@ -138,16 +155,6 @@ class Server:
                 )
                 for status in core.scheduler.statuses()
             ],
-            limits=LimitsInfo(
-                message_bytes=settings.message_bytes,
-                inline_bytes=settings.inline_bytes,
-                request_bytes=settings.request_bytes,
-                staging_bytes=settings.staging_bytes,
-                queue_s=settings.queue_seconds,
-                regions=settings.regions_per_caller,
-                lease_s=settings.lease_limit_s,
-                head_dim=HEAD_DIM_LIMIT,
-                stream_idle_s=settings.stream_idle_s,
-            ),
+            limits=LimitsInfo.of(self._settings),
             notes=list(core.notes()),
         )

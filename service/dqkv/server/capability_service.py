@@ -46,13 +46,7 @@ class CapabilityServicer:
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods for an asyncio server."""
         method = Method(service=SERVICE, name="GetCapabilities")
-        handler = unary(
-            self._gate,
-            method,
-            self.get_capabilities,
-            request_deserializer=pb.GetCapabilitiesRequest.FromString,
-            response_serializer=pb.GetCapabilitiesResponse.SerializeToString,
-        )
+        handler = unary(self._gate, method, self.get_capabilities, pb.GetCapabilitiesRequest)
         return grpc.method_handlers_generic_handler(SERVICE, {method.name: handler})
 
     async def get_capabilities(self, _: pb.GetCapabilitiesRequest, visit: Visit) -> pb.GetCapabilitiesResponse:

@@ -67,7 +67,7 @@ class Core:
             is_own=self.staging.owns,
         )
         self.desk = Desk(scheduler=self.scheduler, staging=self.staging, regions=self.regions, metrics=self.metrics)
-        self.readiness = Readiness(scheduler=self.scheduler, desk=self.desk, queue_seconds=settings.queue_seconds)
+        self.readiness = Readiness(scheduler=self.scheduler, queue_seconds=settings.queue_seconds)
         self.mailbox: FdMailbox | None = None
         self.region_socket = ""
         self._gpu_notes: tuple[str, ...] = ()

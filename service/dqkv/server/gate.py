@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
@@ -152,14 +153,27 @@ def call_of(path: str, context: Any) -> Call:
 
 
 def unary(
-    gate: Gate, method: Method, behaviour: Callable[[Any, Visit], Awaitable[Any]], **codecs: Any
+    gate: Gate,
+    method: Method,
+    behaviour: Callable[[Any, Visit], Awaitable[Message]],
+    request_type: type[Message],
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the asyncio server around `behaviour(request, visit)`; errors become status here."""
+    """A handler of the asyncio server around `behaviour(request, visit)`; errors become status here.
 
-    async def handle(request: Any, context: Context) -> Any:
-        return await _answer(gate, method, context, lambda visit: behaviour(request, visit))
+    The request is parsed here, too: what is none gets a reason, which gRPC would not give it.
+    """
 
-    return grpc.unary_unary_rpc_method_handler(handle, **codecs)
+    async def handle(raw: bytes, context: Context) -> Any:
+        async def behave(visit: Visit) -> bytes:
+            try:
+                request = request_type.FromString(raw)
+            except DecodeError:
+                raise errors.MessageInvalid(f"the message is no {request_type.DESCRIPTOR.name}") from None
+            return (await behaviour(request, visit)).SerializeToString()
+
+        return await _answer(gate, method, context, behave)
+
+    return grpc.unary_unary_rpc_method_handler(handle)
 
 
 def unary_read_late(

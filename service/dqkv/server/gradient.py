@@ -162,16 +162,6 @@ class Desk:
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
-
-    @property
-    def draining(self) -> bool:
-        """Whether new orders are turned away."""
-        return self._draining
-
-    def turn_away(self) -> None:
-        """Takes no new orders from now on; those that are open go on."""
-        self._draining = True
 
     async def idle(self, timeout_s: float) -> int:
         """Waits until no order is open; returns how many still are when the time is up."""
@@ -184,11 +174,9 @@ class Desk:
     async def open(self, order: Order, *, caller: Identity, deadline: float | None) -> Job:
         """Admits an order and gets its memory; nothing was read before, nothing is launched yet.
 
-        deadline is absolute, of time.monotonic(). Raises Draining and what scheduler, staging and regions
-        raise; then nothing is held. The job has to be closed.
+        deadline is absolute, of time.monotonic(). Raises what scheduler, staging and regions raise;
+        then nothing is held. The job has to be closed.
         """
-        if self._draining:
-            raise errors.Draining("the server is shutting down")
         with ExitStack() as stack:
             admission = stack.enter_context(self._scheduler.admit(order.problem, owner=caller.name, deadline=deadline))
             stack.enter_context(self._metrics.inflight())

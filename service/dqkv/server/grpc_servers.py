@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
-from dqkv.problem import HEAD_DIM_LIMIT
-from dqkv.server import capability_service, grpc_service, ports, region_service
+from dqkv.server import capability_service, grpc_service, ports, region_service, stream_service
 from dqkv.server.capability_service import CapabilityServicer, Facts
 from dqkv.server.core import Core
+from dqkv.server.elsewhere import Elsewhere, control_methods
 from dqkv.server.gate import Gate
 from dqkv.server.grpc_service import GradientServicer, Terms
 from dqkv.server.health import HealthReporter
 from dqkv.server.identity import Doorkeeper
+from dqkv.server.limits import LimitsInfo
 from dqkv.server.reflection import add_reflection
 from dqkv.server.region_service import RegionServicer
 from dqkv.server.stream_service import StreamServicer
 from dqkv.server.watchdog import Watchdog
 from dqkv.settings import Settings
-from dqkv.v1 import gradient_pb2 as pb
 
 SERVICES = (grpc_service.SERVICE, region_service.SERVICE, capability_service.SERVICE)
 STOP_GRACE_S = 1.0
@@ -48,6 +49,8 @@ class GrpcServers:
         self._watchdog = Watchdog(settings.stream_idle_s)
         self._reporter = HealthReporter(core.readiness, SERVICES)
         self._tasks: list[asyncio.Task[None]] = []
+        self._serving = False
+        self._socket: Path | None = None
         self._log = structlog.get_logger("dqkv.server")
 
     def listen(self, credentials: grpc.ServerCredentials | None) -> tuple[int, int]:
@@ -57,7 +60,8 @@ class GrpcServers:
         bulk = ports.listen_grpc(self._bulk, settings.host, settings.stream_port, credentials, "DQKV_STREAM_PORT")
         if settings.unix_socket is not None:
             ports.listen_unix(self._control, settings.unix_socket)
-        self._add_services(stream_port=bulk)
+            self._socket = settings.unix_socket
+        self._add_services(control_port=control, stream_port=bulk)
         return control, bulk
 
     async def start(self) -> None:
@@ -65,18 +69,18 @@ class GrpcServers:
         self._tasks.append(asyncio.create_task(self._watchdog.run(), name="dqkv watchdog"))
         await self._reporter.look()
         self._tasks.append(asyncio.create_task(self._reporter.run(), name="dqkv health"))
+        self._serving = True
         self._bulk.start()
         await self._control.start()
 
     async def stop(self) -> None:
         """Turns new work away, waits for accepted work as long as the settings allow, and ends both servers."""
-        desk, began = self._core.desk, time.monotonic()
-        desk.turn_away()
-        await self._reporter.look()
-        left = await desk.idle(self._settings.drain_s)
-        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
-        log = self._log.warning if left else self._log.info
-        log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
+        self._core.scheduler.turn_away()
+        if self._serving:
+            await self._drain()
+        else:
+            # gRPC stops only what was started, and complains on standard error when it frees anything else.
+            await self._control.start()
         bulk = self._bulk.stop(STOP_GRACE_S)
         await self._control.stop(STOP_GRACE_S)
         await asyncio.to_thread(bulk.wait)
@@ -84,21 +88,22 @@ class GrpcServers:
             task.cancel()
         # The streams that were left have been cancelled; their threads end by themselves.
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._settings.unix_socket is not None:
-            self._settings.unix_socket.unlink(missing_ok=True)
+        # One that could not be taken is another server's.
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
 
-    def _add_services(self, stream_port: int) -> None:
+    async def _drain(self) -> None:
+        desk, began = self._core.desk, time.monotonic()
+        await self._reporter.look()
+        left = await desk.idle(self._settings.drain_s)
+        await asyncio.sleep(min(LINGER_S, self._settings.drain_s))
+        log = self._log.warning if left else self._log.info
+        log("drained", left=left, duration_s=round(time.monotonic() - began, 3))
+
+    def _add_services(self, *, control_port: int, stream_port: int) -> None:
         core, settings = self._core, self._settings
         gate = Gate(door=self._door, metrics=core.metrics, default_timeout_s=settings.default_timeout_s)
-        limits = pb.Limits(
-            message_bytes=settings.message_bytes,
-            inline_bytes=settings.inline_bytes,
-            request_bytes=settings.request_bytes,
-            regions=settings.regions_per_caller,
-            lease_s=settings.lease_limit_s,
-            head_dim=HEAD_DIM_LIMIT,
-            stream_idle_s=settings.stream_idle_s,
-        )
+        limits = LimitsInfo.of(settings).message()
         facts = Facts(
             version=core.version,
             limits=limits,
@@ -126,4 +131,6 @@ class GrpcServers:
         self._control.add_generic_rpc_handlers((gradients.handlers(), regions.handlers(), capabilities.handlers()))
         health_pb2_grpc.add_HealthServicer_to_server(self._reporter.servicer, self._control)
         add_reflection(self._control, [*SERVICES, health.SERVICE_NAME], gate)
-        self._bulk.add_generic_rpc_handlers((streams.handlers(),))
+        here, there = {stream_service.METHOD: stream_port}, dict.fromkeys(control_methods(), control_port)
+        self._control.add_generic_rpc_handlers((Elsewhere(gate, ports=here, asynchronous=True),))
+        self._bulk.add_generic_rpc_handlers((streams.handlers(), Elsewhere(gate, ports=there, asynchronous=False)))

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -60,14 +60,7 @@ class GradientServicer:
             {
                 # Bytes in, bytes out: a large message is parsed and built on a thread, not by gRPC on the loop.
                 "Backward": unary_read_late(self._gate, backward, self.backward),
-                "Estimate": unary(
-                    self._gate,
-                    estimate,
-                    self.estimate,
-                    request_deserializer=pb.EstimateRequest.FromString,
-                    response_serializer=pb.EstimateResponse.SerializeToString,
-                ),
-                "BackwardStream": grpc.stream_stream_rpc_method_handler(self._elsewhere),
+                "Estimate": unary(self._gate, estimate, self.estimate, pb.EstimateRequest),
             },
         )
 
@@ -128,12 +121,6 @@ class GradientServicer:
             device=estimate.device,
             arch=codec.encode_arch(estimate.arch),
             transport=pb.TRANSPORT_UNARY if fits else pb.TRANSPORT_STREAM,
-        )
-
-    async def _elsewhere(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED,
-            f"BackwardStream is served on port {self._stream_port} of this host (GetCapabilities.stream_port)",
         )
 
     def _check_fits(self, order: Order) -> None:

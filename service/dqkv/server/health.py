@@ -12,7 +12,6 @@ from grpc_health.v1.health import aio as health_aio
 
 from dqkv.backend.base import DeviceState
 from dqkv.scheduler.queue import Scheduler
-from dqkv.server.gradient import Desk
 
 POLL_S = 0.1
 """How often the truth is looked at for those who watch."""
@@ -31,16 +30,15 @@ class Failing:
 class Readiness:
     """Ready is: not draining, a device is OK, and a queue has room."""
 
-    def __init__(self, *, scheduler: Scheduler, desk: Desk, queue_seconds: float) -> None:
+    def __init__(self, *, scheduler: Scheduler, queue_seconds: float) -> None:
         self._scheduler = scheduler
-        self._desk = desk
         self._queue_seconds = queue_seconds
         self._full = False
 
     def failing(self) -> list[Failing]:
         """The checks that fail now; none when it is ready."""
         found = []
-        if self._desk.draining:
+        if self._scheduler.draining:
             found.append(Failing(check="draining", reason="the server is shutting down"))
         statuses = self._scheduler.statuses()
         usable = [status for status in statuses if status.state is DeviceState.OK]

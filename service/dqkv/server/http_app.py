@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import FastAPI, Response
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, Field
 
 from dqkv.metrics import CONTENT_TYPE
 from dqkv.server.health import Failing
+from dqkv.server.limits import LimitsInfo
 
 
 class Live(BaseModel):
@@ -46,20 +48,6 @@ class DeviceInfo(BaseModel):
     running: int = Field(description="requests that run")
 
 
-class LimitsInfo(BaseModel):
-    """What one caller may ask for."""
-
-    message_bytes: int = Field(description="largest unary message, both ways")
-    inline_bytes: int = Field(description="inline bytes above which a request should be streamed")
-    request_bytes: int = Field(description="largest request, inputs and gradients together")
-    staging_bytes: int = Field(description="memory of all requests in flight that do not lie in regions")
-    queue_s: float = Field(description="predicted seconds of work that a queue takes on")
-    regions: int = Field(description="regions of one caller")
-    lease_s: float = Field(description="longest lease in seconds")
-    head_dim: int
-    stream_idle_s: float = Field(description="seconds without a frame after which a stream is ended")
-
-
 class Info(BaseModel):
     """What this server is and can do."""
 
@@ -82,11 +70,16 @@ class Sources:
 
 def make_app(sources: Sources, *, version: str) -> FastAPI:
     """The application; needs no authentication, and says nothing about callers, tensors or regions' names."""
-    app = FastAPI(
+    # FastAPI's own page loads its script from another host, which a cluster of its own does not reach.
+    app = FastAPIOffline(
         title="dqkv",
         version=version,
         description="Health, metrics and facts of an attention-gradient server. Gradients are served over gRPC.",
+        docs_url="/docs",
         redoc_url=None,
+        static_url="/docs/static",
+        # It would ask a host elsewhere whether the description is valid.
+        swagger_ui_parameters={"validatorUrl": None},
     )
 
     @app.get("/livez", tags=["health"])

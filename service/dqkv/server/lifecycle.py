@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from typing import Protocol
@@ -26,7 +27,7 @@ class Startable(Protocol):
 
 
 async def live(server: Startable) -> None:
-    """Runs a server until SIGTERM or SIGINT; raises what its start raises.
+    """Runs a server until SIGTERM or SIGINT; raises what its start raises. A signal during the start ends it there.
 
     A second signal while it drains ends the process at once, with exit code 128 + the signal's number.
     """
@@ -34,12 +35,13 @@ async def live(server: Startable) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    starting = asyncio.create_task(server.start(), name="dqkv start")
     first = 0.0
 
     def on_signal(number: signal.Signals) -> None:
         nonlocal first
         if not stopped.is_set():
-            log.info("draining", signal=number.name)
+            log.info("draining" if starting.done() else "ending before it served", signal=number.name)
             first = loop.time()
             stopped.set()
         elif loop.time() - first > SAME_S:
@@ -48,10 +50,17 @@ async def live(server: Startable) -> None:
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    ending = asyncio.create_task(stopped.wait(), name="dqkv signal")
     try:
-        await server.start()
-        await stopped.wait()
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            await ending
     finally:
+        starting.cancel()
+        ending.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await starting
         await server.stop()
         for number in SIGNALS:
             loop.remove_signal_handler(number)

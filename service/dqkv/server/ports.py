@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -67,7 +68,13 @@ def listen_grpc(
     except RuntimeError:
         bound = 0
     if not bound:
-        raise AddressTaken(f"{setting}: cannot listen at {address}; is another server running there?")
+        # gRPC does not tell why.
+        try:
+            _bind(host, port).close()
+        except OSError as error:
+            raise _refused(setting, address, error) from None
+        why = "" if credentials is None else ": it does not take DQKV_TLS_CERT and DQKV_TLS_KEY"
+        raise AddressTaken(f"{setting}: gRPC cannot listen at {address}, which is free{why}")
     return bound
 
 
@@ -88,22 +95,12 @@ def listen_unix(server: Listener, path: Path) -> None:
 def listen_http(host: str, port: int) -> socket.socket:
     """A listening TCP socket, at any free port for 0. Raises AddressTaken."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise AddressTaken(f"DQKV_HOST is {host}: {error.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        listener = _bind(host, port)
+        # Of two sockets bound to one port, the second one may only find out here.
         listener.listen(256)
-        listener.setblocking(False)
     except OSError as error:
-        listener.close()
-        raise AddressTaken(
-            f"DQKV_HTTP_PORT: cannot listen at {_join(host, port)} ({error.strerror}); is another server running there?"
-        ) from None
+        raise _refused("DQKV_HTTP_PORT", _join(host, port), error) from None
+    listener.setblocking(False)
     return listener
 
 
@@ -121,6 +118,25 @@ def refuse_living_socket(path: Path) -> None:
         except OSError:
             return
     raise AddressTaken(f"DQKV_UNIX_SOCKET: another server listens at {path}")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _refused(setting: str, address: str, error: OSError) -> AddressTaken:
+    question = "; is another server running there?" if error.errno == errno.EADDRINUSE else ""
+    return AddressTaken(f"{setting}: cannot listen at {address}: {error.strerror}{question}")
 
 
 def _join(host: str, port: int) -> str:

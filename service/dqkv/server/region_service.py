@@ -6,6 +6,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 import grpc
+from google.protobuf.message import Message
 
 from dqkv import errors
 from dqkv.memory.mailbox import FdMailbox
@@ -32,24 +33,18 @@ class RegionServicer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods for an asyncio server."""
-        methods: dict[str, tuple[Callable[..., Awaitable[object]], type, type]] = {
-            "RegisterRegion": (self.register, pb.RegisterRegionRequest, pb.RegisterRegionResponse),
-            "RenewRegion": (self.renew, pb.RenewRegionRequest, pb.RenewRegionResponse),
-            "ListRegions": (self.list, pb.ListRegionsRequest, pb.ListRegionsResponse),
-            "ReleaseRegion": (self.release, pb.ReleaseRegionRequest, pb.ReleaseRegionResponse),
-            "ProbeRegion": (self.probe, pb.ProbeRegionRequest, pb.ProbeRegionResponse),
+        methods: dict[str, tuple[Callable[..., Awaitable[Message]], type[Message]]] = {
+            "RegisterRegion": (self.register, pb.RegisterRegionRequest),
+            "RenewRegion": (self.renew, pb.RenewRegionRequest),
+            "ListRegions": (self.list, pb.ListRegionsRequest),
+            "ReleaseRegion": (self.release, pb.ReleaseRegionRequest),
+            "ProbeRegion": (self.probe, pb.ProbeRegionRequest),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
-                name: unary(
-                    self._gate,
-                    Method(service=SERVICE, name=name),
-                    behaviour,
-                    request_deserializer=request.FromString,  # type: ignore[attr-defined]
-                    response_serializer=response.SerializeToString,  # type: ignore[attr-defined]
-                )
-                for name, (behaviour, request, response) in methods.items()
+                name: unary(self._gate, Method(service=SERVICE, name=name), behaviour, request_type)
+                for name, (behaviour, request_type) in methods.items()
             },
         )
 

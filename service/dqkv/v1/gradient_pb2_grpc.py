@@ -57,7 +57,8 @@ class AttentionGradientServiceServicer:
     """
 
     def Backward(self, request, context):
-        """One backward whose tensors are small or lie in regions. Messages above the inline limit are refused.
+        """One backward whose tensors are small or lie in regions. Messages above Limits.message_bytes are refused; above
+        Limits.inline_bytes a stream is faster, and takes no more memory than the tensors do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,8 @@ The wire of dqkv: attention gradients (dQ, dK, dV) for tensors that travel inlin
 
 Tensor bytes are little-endian. Inline and streamed tensors are dense and row-major in the named dimension order.
 Numbers are never reused. An enum value that the server does not know is refused, never replaced by a default.
-Every error is a google.rpc.Status with google.rpc.ErrorInfo {domain "dqkv", reason}; the reason is stable.
+Every error that the server makes is a google.rpc.Status with google.rpc.ErrorInfo {domain "dqkv", reason}; the
+reason is stable. gRPC's own errors have none, such as RESOURCE_EXHAUSTED for a message above Limits.message_bytes.
 """
 
 from collections import abc as _abc
@@ -39,7 +40,9 @@ class AttentionGradientServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AttentionGradientServiceAsyncStub: ...
     Backward: _grpc.UnaryUnaryMultiCallable[_gradient_pb2.BackwardRequest, _gradient_pb2.BackwardResponse]
-    """One backward whose tensors are small or lie in regions. Messages above the inline limit are refused."""
+    """One backward whose tensors are small or lie in regions. Messages above Limits.message_bytes are refused; above
+    Limits.inline_bytes a stream is faster, and takes no more memory than the tensors do.
+    """
     BackwardStream: _grpc.StreamStreamMultiCallable[_gradient_pb2.BackwardStreamRequest, _gradient_pb2.BackwardStreamResponse]
     """One backward whose tensors are large: a header, data frames, a trailer; answered likewise."""
     Estimate: _grpc.UnaryUnaryMultiCallable[_gradient_pb2.EstimateRequest, _gradient_pb2.EstimateResponse]
@@ -51,7 +54,9 @@ class AttentionGradientServiceAsyncStub(AttentionGradientServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Backward: _aio.UnaryUnaryMultiCallable[_gradient_pb2.BackwardRequest, _gradient_pb2.BackwardResponse]  # type: ignore[assignment]
-    """One backward whose tensors are small or lie in regions. Messages above the inline limit are refused."""
+    """One backward whose tensors are small or lie in regions. Messages above Limits.message_bytes are refused; above
+    Limits.inline_bytes a stream is faster, and takes no more memory than the tensors do.
+    """
     BackwardStream: _aio.StreamStreamMultiCallable[_gradient_pb2.BackwardStreamRequest, _gradient_pb2.BackwardStreamResponse]  # type: ignore[assignment]
     """One backward whose tensors are large: a header, data frames, a trailer; answered likewise."""
     Estimate: _aio.UnaryUnaryMultiCallable[_gradient_pb2.EstimateRequest, _gradient_pb2.EstimateResponse]  # type: ignore[assignment]
@@ -66,7 +71,9 @@ class AttentionGradientServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gradient_pb2.BackwardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gradient_pb2.BackwardResponse, _abc.Awaitable[_gradient_pb2.BackwardResponse]]:
-        """One backward whose tensors are small or lie in regions. Messages above the inline limit are refused."""
+        """One backward whose tensors are small or lie in regions. Messages above Limits.message_bytes are refused; above
+        Limits.inline_bytes a stream is faster, and takes no more memory than the tensors do.
+        """
 
     @_abc_1.abstractmethod
     def BackwardStream(
