@@ -64,7 +64,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     if not torch.cuda.is_available():
         pytest.skip("no GPU that this PyTorch can use")
     kernels = request.config.getoption("--kernels")
+    begun = time.monotonic()
     with running(kernels=str(kernels), gpus="0", cpu_devices="1", cpu_threads="4") as one:
+        print(f"\nserving {time.monotonic() - begun:.1f} s after its start")
         yield one
 
 
