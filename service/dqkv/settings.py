@@ -89,6 +89,19 @@ class Settings(BaseSettings):
         0, ge=0, description="address space of each device process in bytes; 0 sets no limit"
     )
 
+    gpus: str = Field(
+        "auto",
+        pattern=r"^(auto|none|\d{1,4}(,\d{1,4})*)$",
+        description="GPUs, one process each: auto is all that have kernels, or none, or numbers as CUDA counts: 0,1",
+    )
+    kernels: Path = Field(
+        Path("build/kernels"), description="directory of the GPU kernels that `dqkv kernels build` made"
+    )
+    compile: Literal["never"] = Field(
+        "never",
+        description="never: a server builds no kernels, it uses what `dqkv kernels build` made before its start",
+    )
+
     # ---- limits
     request_bytes: int = Field(64 * GIB, ge=1, description="largest request, inputs and gradients, in bytes")
     staging_bytes: int = Field(8 * GIB, ge=MIB, description="staging memory of all requests in flight, in bytes")
@@ -150,6 +163,13 @@ class Settings(BaseSettings):
                 "must differ"
             )
         return self
+
+    @property
+    def gpu_indices(self) -> tuple[int, ...] | None:
+        """The numbers of the GPUs to use, each once; None is every one that can be used."""
+        if self.gpus == "auto":
+            return None
+        return () if self.gpus == "none" else tuple(dict.fromkeys(int(number) for number in self.gpus.split(",")))
 
     def read_tokens(self) -> tuple[Token, ...]:
         """The bearer tokens of DQKV_TOKENS and DQKV_TOKENS_FILE. Raises SettingsInvalid; it never repeats a secret."""

@@ -28,6 +28,8 @@ DEFAULTS = {
     "DQKV_STREAM_PORT": "0",
     "DQKV_HTTP_PORT": "0",
     "DQKV_CPU_THREADS": "1",
+    # What is tested with a GPU asks for it.
+    "DQKV_GPUS": "none",
     "DQKV_LOG_FORMAT": "json",
     "DQKV_LOG_LEVEL": "debug",
 }

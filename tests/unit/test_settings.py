@@ -58,6 +58,10 @@ def test_an_unknown_name_in_lower_case_is_refused_too(monkeypatch: pytest.Monkey
         ({"stream_idle_s": 0}, "DQKV_STREAM_IDLE_S"),
         ({"message_bytes": 1}, "DQKV_MESSAGE_BYTES"),
         ({"log_level": "loud"}, "DQKV_LOG_LEVEL"),
+        ({"gpus": "all"}, "DQKV_GPUS"),
+        ({"gpus": "0,"}, "DQKV_GPUS"),
+        ({"gpus": ""}, "DQKV_GPUS"),
+        ({"compile": "on_demand"}, "DQKV_COMPILE"),
         ({"host": "0.0.0.0"}, "loopback"),
         ({"host": "::"}, "loopback"),
         ({"host": "a-name"}, "loopback"),
@@ -211,3 +215,14 @@ def test_http_stays_at_loopback_when_grpc_is_told_to_leave_it() -> None:
 
 def test_secrets_are_not_printed() -> None:
     assert "abc" not in repr(Settings.load(tokens="alice:gradient:abc"))
+
+
+@pytest.mark.parametrize(("gpus", "indices"), [("auto", None), ("none", ()), ("0", (0,)), ("2,0,2", (2, 0))])
+def test_gpus_are_named_once_each(gpus: str, indices: tuple[int, ...] | None) -> None:
+    assert Settings.load(gpus=gpus).gpu_indices == indices
+
+
+def test_kernels_are_looked_for_where_they_are_built() -> None:
+    from dqkv.__main__ import KERNELS
+
+    assert Settings.load().kernels == KERNELS

@@ -20,13 +20,21 @@ class DeviceState(StrEnum):
     LOST = "lost"
 
 
+class DeviceBroken(Exception):
+    """A device does no more work in this process, which has to end; the message says why."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceInfo:
-    """A device as its process sees it: name ("cpu:0"), the archs it runs, best first, and the input dtypes it takes."""
+    """A device as its process sees it: name ("cpu:0"), the archs it runs, best first, and the input dtypes it takes.
+
+    model is what its maker calls it, "" for a CPU.
+    """
 
     name: str
     archs: tuple[Arch, ...]
     dtypes: tuple[DType, ...]
+    model: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +65,8 @@ class Backend(Protocol):
     def run(self, task: Task, should_stop: Callable[[], bool]) -> Report:
         """Write every gradient of the task.
 
-        Raises Cancelled once `should_stop` said so, MemoryError and the DqkvError of what it cannot do.
+        Raises Cancelled once `should_stop` said so, MemoryError, the DqkvError of what it cannot do, and DeviceBroken
+        when it can do nothing more.
         """
 
 

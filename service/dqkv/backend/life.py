@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from dqkv import errors
@@ -29,12 +30,14 @@ class Death(StrEnum):
     EXIT = "exit"
     NOT_READY = "not_ready"
     STUCK = "stuck"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSettings:
     """One device: its name ("cpu:0"), the threads that compute, its address-space limit in bytes (None is no limit).
 
+    kernels is the directory that a GPU ("cuda:0") takes its kernels from.
     start_timeout_s is how long it may take to get ready, cancel_timeout_s how long a cancelled task may go on before
     its process is killed, stop_timeout_s how long the process may take to end when asked to.
     """
@@ -42,6 +45,7 @@ class DeviceSettings:
     name: str
     num_threads: int
     address_space_nbytes: int | None = None
+    kernels: Path | None = None
     start_timeout_s: float = 60.0
     cancel_timeout_s: float = 10.0
     stop_timeout_s: float = 5.0
@@ -67,6 +71,8 @@ class Life:
         command += ["--socket-fd", str(theirs.fileno()), "--num-threads", str(settings.num_threads)]
         if settings.address_space_nbytes is not None:
             command += ["--address-space-nbytes", str(settings.address_space_nbytes)]
+        if settings.kernels is not None:
+            command += ["--kernels", str(settings.kernels)]
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -108,7 +114,10 @@ class Life:
                         _log.error("device %s: task %d failed\n%s", self._settings.name, task_id, message.detail)
                     self._answer(task_id, errors.from_reason(message.reason, message.message, field=message.field))
                     yield task_id
-                case messages.Ready() | messages.Refused() | None:
+                case messages.Refused(words):
+                    self._death = (Death.BROKEN, words)
+                    return
+                case messages.Ready() | None:
                     return
 
     def give(self, task: Task, blocks: Sequence[Block]) -> asyncio.Future[Report]:

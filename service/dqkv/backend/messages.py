@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The device cannot be used, in words; the process ends."""
+    """The device cannot be used, or not any more, in words; the process ends."""
 
     message: str
 

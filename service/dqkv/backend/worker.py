@@ -17,14 +17,16 @@ import threading
 import traceback
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dqkv import errors
 from dqkv.backend import messages
-from dqkv.backend.base import Backend, Task
+from dqkv.backend.base import Backend, DeviceBroken, Task
 
 EXIT_FRONT_GONE = 3
 EXIT_REFUSED = 4
 EXIT_PROTOCOL = 5
+EXIT_BROKEN = 6
 
 _READ_NBYTES = 1 << 20
 _FDS_LIMIT = 16
@@ -52,7 +54,7 @@ def main() -> None:
         try:
             if arguments.address_space_nbytes is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (arguments.address_space_nbytes,) * 2)
-            backend = load_backend(arguments.device, num_threads=arguments.num_threads)
+            backend = load_backend(arguments.device, num_threads=arguments.num_threads, kernels=arguments.kernels)
         except Exception as error:  # noqa: BLE001 - whatever it is, the operator has to read it
             traceback.print_exc()
             front.sendall(messages.frame(messages.Refused(message=_in_words(error))))
@@ -135,7 +137,13 @@ def serve(front: socket.socket, inbox: Inbox, backend: Backend) -> None:
             case messages.DropBlock(block_id):
                 backend.drop_block(block_id)
             case Order(task, cancelled):
-                answer = answer_task(backend, task, cancelled)
+                try:
+                    answer = answer_task(backend, task, cancelled)
+                except DeviceBroken as error:
+                    traceback.print_exc()
+                    front.sendall(messages.frame(messages.Refused(message=str(error))))
+                    # Not sys.exit: what is left of the device may wait for ever when it is taken down in order.
+                    os._exit(EXIT_BROKEN)
                 inbox.forget(task.task_id)
                 front.sendall(messages.frame(answer))
             case messages.Stop():
@@ -143,13 +151,18 @@ def serve(front: socket.socket, inbox: Inbox, backend: Backend) -> None:
 
 
 def answer_task(backend: Backend, task: Task, cancelled: threading.Event) -> messages.Done | messages.Failed:
-    """Run one task; whatever goes wrong becomes a Failed whose words name nothing of this machine."""
+    """Run one task; whatever goes wrong becomes a Failed whose words name nothing of this machine.
+
+    Raises DeviceBroken: the task then fails with the process.
+    """
     try:
         if cancelled.is_set():
             raise errors.Cancelled("the request was cancelled before it ran")
         return messages.Done(task_id=task.task_id, report=backend.run(task, cancelled.is_set))
     except errors.DqkvError as error:
         return messages.Failed(task_id=task.task_id, reason=error.reason, message=error.message, field=error.field)
+    except DeviceBroken:
+        raise
     except Exception as error:  # noqa: BLE001 - one request's fault must not end the device
         kind = errors.DeviceOutOfMemory if is_out_of_memory(error) else errors.InternalFault
         said = {
@@ -172,16 +185,27 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in words for phrase in _OUT_OF_MEMORY)
 
 
-def load_backend(device: str, *, num_threads: int) -> Backend:
-    """The backend of a device by its name. Raises OptionInvalid when no backend drives that kind of device."""
+def load_backend(device: str, *, num_threads: int, kernels: Path | None = None) -> Backend:
+    """The backend of a device by its name; one for a GPU takes its kernels from a directory.
+
+    Raises OptionInvalid when no backend drives that kind of device, and what the backend raises while it starts.
+    """
     kind, _, _ = device.partition(":")
     match kind:
         case "cpu":
             from dqkv.backend.cpu import CpuBackend
 
             return CpuBackend(device, num_threads=num_threads)
+        case "cuda" if kernels is not None:
+            from dqkv.backend.cute import CuteBackend
+
+            return CuteBackend(device, kernels=kernels, num_threads=num_threads)
+        case "cuda":
+            raise errors.OptionInvalid(f"device is {device!r}, which needs a directory of kernels", field="device")
         case _:
-            raise errors.OptionInvalid(f"device is {device!r}: no backend drives {kind!r}, only 'cpu'", field="device")
+            raise errors.OptionInvalid(
+                f"device is {device!r}: no backend drives {kind!r}, only 'cpu' and 'cuda'", field="device"
+            )
 
 
 def _in_words(error: Exception) -> str:
@@ -198,6 +222,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--socket-fd", type=int, required=True, help="its end of the socket to the front")
     parser.add_argument("--num-threads", type=int, required=True, help="threads that compute")
     parser.add_argument("--address-space-nbytes", type=int, help="the most address space it may take (RLIMIT_AS)")
+    parser.add_argument("--kernels", type=Path, help="directory of the built kernels, for a GPU")
     return parser.parse_args()
 
 

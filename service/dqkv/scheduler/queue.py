@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -66,6 +66,10 @@ class Scheduler:
         self._draining = False
         self._stopping = False
         self._measuring: dict[str, asyncio.Task[None]] = {}
+
+    def add(self, devices: Iterable[Device]) -> None:
+        """Further devices, found before `start`."""
+        self._lanes += [Lane(device) for device in devices]
 
     async def start(self) -> None:
         """Start every device; return when each is ready and measured, or its first start failed."""

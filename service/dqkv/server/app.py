@@ -144,6 +144,7 @@ class Server:
             devices=[
                 DeviceInfo(
                     name=status.name,
+                    model="" if status.info is None else status.info.model,
                     state=status.state.value,
                     fault=status.fault,
                     archs=[] if status.info is None else [arch.value for arch in status.info.archs],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -24,13 +25,13 @@ DEVICE_STATES: dict[DeviceState, pb.DeviceState] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What does not change while a server runs; `notes` say why a kind of device is absent."""
+    """What does not change while a server runs; `notes` say why a device is absent, which is known once it started."""
 
     version: str
     limits: pb.Limits
     stream_port: int
     region_socket: str
-    notes: tuple[str, ...]
+    notes: Callable[[], tuple[str, ...]]
 
 
 class CapabilityServicer:
@@ -66,5 +67,5 @@ class CapabilityServicer:
             stream_port=self._facts.stream_port,
             region_socket=self._facts.region_socket,
             session=self._door.session(visit.caller),
-            notes=self._facts.notes,
+            notes=self._facts.notes(),
         )

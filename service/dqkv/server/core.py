@@ -6,9 +6,13 @@ import asyncio
 import itertools
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import structlog
+
+from dqkv.backend import findings
 from dqkv.backend.base import DeviceState
 from dqkv.backend.process import Death, DeviceProcess, DeviceSettings
 from dqkv.memory import leftovers
@@ -24,6 +28,10 @@ from dqkv.server.health import Readiness
 from dqkv.settings import Settings
 
 HOUSEKEEPING_S = 1.0
+GPU_START_TIMEOUT_S = 180.0
+"""A PyTorch with CUDA on a cold disk takes most of a minute to import."""
+
+_log = structlog.get_logger("dqkv.server")
 
 
 class Core:
@@ -38,7 +46,7 @@ class Core:
         self.version = metadata.version("dqkv")
         self.metrics = Metrics(version=self.version, torch=metadata.version("torch"), grpcio=metadata.version("grpcio"))
         self.scheduler = Scheduler(
-            [DeviceProcess(device, on_restart=self._on_restart) for device in _devices(settings)],
+            self._processes(_cpus(settings)),
             limits=SchedulerLimits(request_nbytes=settings.request_bytes, queue_s=settings.queue_seconds),
             block_ids=block_ids,
             observe=self._observe,
@@ -62,6 +70,7 @@ class Core:
         self.readiness = Readiness(scheduler=self.scheduler, queue_seconds=settings.queue_seconds)
         self.mailbox: FdMailbox | None = None
         self.region_socket = ""
+        self._gpu_notes: tuple[str, ...] = ()
 
     async def open_region_socket(self) -> None:
         """Listens for memfds where the settings say. Raises OSError in words."""
@@ -76,7 +85,8 @@ class Core:
         self.region_socket = where
 
     async def start(self) -> None:
-        """Starts the devices; returns when each is ready or was found not to start."""
+        """Finds the GPUs and starts the devices; returns when each is ready or was found not to start."""
+        await self._find_gpus()
         self._housekeeper = asyncio.create_task(self._keep_house(), name="dqkv housekeeping")
         await self.scheduler.start()
 
@@ -110,11 +120,26 @@ class Core:
         return self.metrics.exposition()
 
     def notes(self) -> tuple[str, ...]:
-        """Why a kind of device that one may expect is absent."""
-        notes = ["GPU: this version computes on CPUs alone"]
+        """Why a device or a family of kernels that one may expect is absent; complete once the server started."""
+        notes = [*self._gpu_notes]
         if not self._settings.cpu_devices:
             notes.append("CPU: DQKV_CPU_DEVICES is 0")
         return tuple(notes)
+
+    async def _find_gpus(self) -> None:
+        settings = self._settings
+        wanted = settings.gpu_indices
+        if wanted == ():
+            self._gpu_notes = ("GPU: DQKV_GPUS is none",)
+            return
+        choice = findings.choose(await findings.look(settings.kernels), wanted)
+        self._gpu_notes = choice.notes
+        self.scheduler.add(self._processes(_gpus(settings, choice.indices)))
+        for note in choice.notes:
+            _log.info("looked for GPUs", note=note)
+
+    def _processes(self, devices: Iterable[DeviceSettings]) -> list[DeviceProcess]:
+        return [DeviceProcess(device, on_restart=self._on_restart) for device in devices]
 
     def _observe(self, estimate: Estimate, report: Report) -> None:
         if estimate.device_s > 0:
@@ -130,12 +155,29 @@ class Core:
             self.staging.trim(self._settings.staging_idle_s)
 
 
-def _devices(settings: Settings) -> list[DeviceSettings]:
-    cores = len(os.sched_getaffinity(0))
-    threads = settings.cpu_threads or max(cores // max(settings.cpu_devices, 1), 1)
+def _cpus(settings: Settings) -> list[DeviceSettings]:
     return [
         DeviceSettings(
-            name=f"cpu:{index}", num_threads=threads, address_space_nbytes=settings.worker_memory_bytes or None
+            name=f"cpu:{index}",
+            num_threads=_threads(settings, settings.cpu_devices),
+            address_space_nbytes=settings.worker_memory_bytes or None,
         )
         for index in range(settings.cpu_devices)
     ]
+
+
+def _gpus(settings: Settings, indices: Sequence[int]) -> list[DeviceSettings]:
+    # No limit of address space: CUDA reserves far more of it than a GPU has memory.
+    return [
+        DeviceSettings(
+            name=f"cuda:{index}",
+            num_threads=_threads(settings, len(indices)),
+            kernels=settings.kernels,
+            start_timeout_s=GPU_START_TIMEOUT_S,
+        )
+        for index in indices
+    ]
+
+
+def _threads(settings: Settings, devices: int) -> int:
+    return settings.cpu_threads or max(len(os.sched_getaffinity(0)) // max(devices, 1), 1)

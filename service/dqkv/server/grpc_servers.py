@@ -109,7 +109,7 @@ class GrpcServers:
             limits=limits,
             stream_port=stream_port,
             region_socket=core.region_socket,
-            notes=core.notes(),
+            notes=core.notes,
         )
         gradients = GradientServicer(
             gate=gate,

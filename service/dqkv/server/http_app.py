@@ -38,6 +38,7 @@ class DeviceInfo(BaseModel):
     """One device."""
 
     name: str
+    model: str = Field(description="what its maker calls it; empty for a CPU and before it was ready")
     state: str = Field(description="starting, ok or lost")
     fault: str = Field(description="why it takes no work; empty when it does")
     archs: list[str] = Field(description="the families of kernels it runs, best first")
