@@ -173,7 +173,6 @@ def test_a_server_of_another_authority_is_not_trusted(authority: Authority, tmp_
     ("port", "tls", "hint"),
     [
         ("http_port", False, "this looks like the HTTP port"),
-        ("stream_port", False, "this looks like the stream port"),
         ("grpc_port", True, "no TLS is spoken there"),
     ],
 )
@@ -187,3 +186,12 @@ def test_a_mistyped_port_or_tls_is_guessed_at(
     ):
         one.backward(**arguments(drawn))
     assert hint in caught.value.message
+
+
+def test_the_stream_port_names_the_port_that_was_meant(server: Running, drawn: Drawn) -> None:
+    with (
+        dqkv.Client(server.stream_target, retry=dqkv.Retry(attempts=1)) as one,
+        pytest.raises(errors.WrongPort) as caught,
+    ):
+        one.backward(**arguments(drawn))
+    assert str(server.address["grpc_port"]) in caught.value.message

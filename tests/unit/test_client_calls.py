@@ -541,12 +541,13 @@ with dqkv.Client(sys.argv[1], inline_nbytes=None if sys.argv[2] == "None" else i
 
 
 def test_closing_twice_is_once_and_a_closed_client_says_so() -> None:
+    before = set(threading.enumerate())
     client = dqkv.Client("127.0.0.1:1")
     client.close()
     client.close()
     with pytest.raises(errors.OptionInvalid, match="closed"):
         client.capabilities()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dqkv")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("dqkv")]
 
 
 # ---- addresses and bytes

@@ -32,7 +32,6 @@ _SIGNS = (
     # Plain text came where a TLS greeting was due.
     _Sign(words="WRONG_VERSION_NUMBER", tls=True, says="no TLS is spoken there: leave tls out, or give another port"),
     _Sign(words="CERTIFICATE_VERIFY_FAILED", tls=True, says="do tls.root_ca and tls.server_name fit the server?"),
-    _Sign(words="Method not found", tls=None, says="this looks like the stream port: give the gRPC port"),
     _Sign(words="Deadline Exceeded", tls=None, says="nothing has answered there yet: is it the gRPC port, and TLS?"),
 )  # fmt: skip
 
