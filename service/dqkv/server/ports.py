@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import grpc
 
+LOOKAHEAD_NBYTES = 4 << 20
+"""What a stream may send ahead of its reader: a few frames, so that the next is there while one is copied."""
 FRAME_NBYTES_LIMIT = (1 << 24) - 1
 """Largest HTTP/2 frame there is; with larger frames a megabyte costs fewer calls into the kernel."""
 STREAMS_LIMIT = 128
@@ -46,6 +48,7 @@ def grpc_options(message_bytes: int) -> list[tuple[str, Any]]:
         # Two servers on one port would share its calls between them, and nobody would notice.
         ("grpc.so_reuseport", 0),
         ("grpc.http2.max_frame_size", FRAME_NBYTES_LIMIT),
+        ("grpc.http2.lookahead_bytes", LOOKAHEAD_NBYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
