@@ -233,7 +233,7 @@ def regions(client: dqkv.Client, http: str, size: Size) -> dict[str, Any]:
         rows[f"region_{kind}"] = {
             **row,
             "nbytes": nbytes,
-            "grpc_nbytes": tensor_bytes_over_grpc(http) - before - inline,
+            "grpc_nbytes": moved,
         }
     return rows
 
