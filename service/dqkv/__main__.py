@@ -18,6 +18,7 @@ app.add_typer(kernels, name="kernels")
 
 SERVER_MODULES = (
     "fastapi",
+    "fastapi_offline",
     "grpc_health",
     "grpc_reflection",
     "msgspec",
