@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from dqkv import errors
+from dqkv.errors import ArtifactForeign, ArtifactMissing
 from dqkv_kernels.key import KernelKey
 
 ENTRY = "launch"
@@ -35,14 +35,6 @@ def source_digest() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(here).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-class ArtifactMissing(errors.ArchUnavailable):
-    """The kernel that a problem needs was not built; the message holds the command that builds it."""
-
-
-class ArtifactForeign(errors.InternalFault):
-    """What stands where a kernel should be is of other source, compiler or key, or is damaged."""
 
 
 @dataclass

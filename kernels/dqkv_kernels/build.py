@@ -13,15 +13,12 @@ from pathlib import Path
 from time import monotonic
 
 from dqkv import errors
-from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
+from dqkv.errors import ArtifactForeign, ArtifactMissing, BuildFailed
+from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, rows_of
 
 INPUT_DTYPES = ("bf16", "fp16")
-
-
-class BuildFailed(errors.InternalFault):
-    """The compiler refused a kernel; the message names the key and ends with the compiler's own words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,6 +196,25 @@ class WrongPort(DqkvError):
     reason = "WRONG_PORT"
 
 
+# ---- compiled kernels
+class ArtifactMissing(ArchUnavailable):
+    """The kernel that a problem needs was not built; the message holds the command that builds it."""
+
+    reason = "ARTIFACT_MISSING"
+
+
+class ArtifactForeign(InternalFault):
+    """What stands where a kernel should be is of other source, compiler or key, or is damaged."""
+
+    reason = "ARTIFACT_FOREIGN"
+
+
+class BuildFailed(InternalFault):
+    """The compiler refused a kernel; the message names the key and ends with the compiler's own words."""
+
+    reason = "BUILD_FAILED"
+
+
 # ---- who asks
 class Unauthenticated(DqkvError):
     """The caller did not prove an identity that this server knows."""

@@ -16,9 +16,10 @@ from oracle.geometry import statistics_shape
 from oracle.problems import as_given, to_problem
 
 from dqkv import errors
+from dqkv.errors import ArtifactMissing
 from dqkv.problem import INPUT_ROLES
 from dqkv_kernels import attention_backward, softmax_statistics
-from dqkv_kernels.artifacts import ArtifactMissing, Artifacts
+from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.chain import TORCH_DTYPES, Chain, Workspace
 
 pytestmark = pytest.mark.gpu

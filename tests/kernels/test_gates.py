@@ -7,7 +7,8 @@ import shutil
 import pytest
 from assembly import DIRECTORY, MAIN_LOOPS, WHOLE, assemble, gated_keys
 
-from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
+from dqkv.errors import ArtifactForeign, ArtifactMissing
+from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.build import build, default_set, missing
 from dqkv_kernels.key import Kernel
 from dqkv_kernels.tiles import SHARED_MEMORY_LIMITS, rows_of

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dqkv.errors import ArtifactForeign, ArtifactMissing
 from dqkv.problem import Arch
-from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
+from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.build import default_set
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.launch_plan import ARCHS, target_of

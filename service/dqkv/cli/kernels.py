@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dqkv import errors
-from dqkv_kernels.artifacts import ArtifactForeign, ArtifactMissing, Artifacts
+from dqkv.errors import ArtifactForeign, ArtifactMissing
+from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.build import Built, build, default_set
 from dqkv_kernels.key import KernelKey
 from dqkv_kernels.tiles import ARCH_TARGETS
