@@ -5,15 +5,135 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-_REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_PHASE_S = (0.0001, 0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1, 2.5, 5)
-_RATIO = (0.25, 0.5, 0.7, 0.85, 1, 1.15, 1.4, 2, 4)
-
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+
+
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared(Generic[Kind]):
+    """A metric: its kind, the name it is exposed under, what it counts, its labels, and a histogram's bounds."""
+
+    kind: type[Kind]
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def make(self, registry: CollectorRegistry) -> Kind:
+        """The metric itself, in a registry. Raises ValueError when the registry has it already."""
+        bounds: dict[str, Any] = {"buckets": self.buckets} if self.buckets else {}
+        return self.kind(self.name, self.help, self.labels, registry=registry, **bounds)
+
+
+REQUESTS = Declared(
+    kind=Counter,
+    name="dqkv_requests_total",
+    help="Finished requests",
+    labels=("rpc", "code", "reason", "arch", "transport"),
+)
+REQUEST_SECONDS = Declared(
+    kind=Histogram,
+    name="dqkv_request_duration_seconds",
+    help="From a request's arrival to the end of its answer",
+    labels=("rpc", "arch", "transport"),
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+PHASE_SECONDS = Declared(
+    kind=Histogram,
+    name="dqkv_phase_duration_seconds",
+    help="Where an answered request's time went",
+    labels=("phase", "device"),
+    buckets=(0.0001, 0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1, 2.5, 5),
+)
+INFLIGHT = Declared(kind=Gauge, name="dqkv_inflight_requests", help="Requests in this server now")
+QUEUE_DEPTH = Declared(
+    kind=Gauge, name="dqkv_queue_depth", help="Tasks that wait for a device or run on it", labels=("device",)
+)
+QUEUE_SECONDS = Declared(
+    kind=Gauge,
+    name="dqkv_queue_predicted_seconds",
+    help="Predicted seconds of work that waits or runs",
+    labels=("device",),
+)
+PAIRS = Declared(
+    kind=Counter,
+    name="dqkv_pairs_total",
+    help="Query-key pairs of answered requests, over all heads",
+    labels=("arch", "device"),
+)
+FLOPS = Declared(
+    kind=Counter,
+    name="dqkv_flops_total",
+    help="Floating-point operations of answered requests",
+    labels=("arch", "device"),
+)
+PREDICTION_RATIO = Declared(
+    kind=Histogram,
+    name="dqkv_cost_prediction_ratio",
+    help="Seconds that a device computed over the predicted ones",
+    labels=("arch",),
+    buckets=(0.25, 0.5, 0.7, 0.85, 1, 1.15, 1.4, 2, 4),
+)
+TENSOR_BYTES = Declared(
+    kind=Counter,
+    name="dqkv_bytes_total",
+    help="Tensor bytes read (in) and written (out)",
+    labels=("direction", "transport"),
+)
+REGIONS = Declared(kind=Gauge, name="dqkv_regions", help="Registered regions", labels=("kind",))
+REGION_BYTES = Declared(kind=Gauge, name="dqkv_region_bytes", help="Bytes of registered regions", labels=("kind",))
+REGION_EVENTS = Declared(
+    kind=Counter, name="dqkv_region_events_total", help="What happened to regions", labels=("kind", "event")
+)
+STAGING_BYTES = Declared(kind=Gauge, name="dqkv_staging_pool_bytes", help="Staging memory", labels=("state",))
+RECOMPUTED = Declared(
+    kind=Counter,
+    name="dqkv_lse_recomputed_total",
+    help="Answered requests whose softmax_lse was recomputed",
+    labels=("arch",),
+)
+STREAM_ABORTS = Declared(
+    kind=Counter,
+    name="dqkv_stream_aborts_total",
+    help="Streams that ended before their trailer was accepted",
+    labels=("cause",),
+)
+DEVICE_STATE = Declared(
+    kind=Gauge, name="dqkv_device_state", help="1 for the state that a device is in", labels=("device", "state")
+)
+RESTARTS = Declared(
+    kind=Counter,
+    name="dqkv_worker_restarts_total",
+    help="Restarts of device processes",
+    labels=("device", "cause"),
+)
+BUILD_INFO = Declared(kind=Gauge, name="dqkv_build_info", help="Always 1", labels=("version", "torch", "grpcio"))
+
+# Under the names that stock dashboards know.
+RPCS_STARTED = Declared(
+    kind=Counter,
+    name="grpc_server_started_total",
+    help="Started RPCs",
+    labels=("grpc_type", "grpc_service", "grpc_method"),
+)
+RPCS_HANDLED = Declared(
+    kind=Counter,
+    name="grpc_server_handled_total",
+    help="Finished RPCs",
+    labels=("grpc_type", "grpc_service", "grpc_method", "grpc_code"),
+)
+
+
+def declarations() -> list[Declared[Any]]:
+    """Every metric above, in order."""
+    return [value for value in globals().values() if isinstance(value, Declared)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,81 +168,27 @@ class Metrics:
         # When each series began is a series more for each; nobody here asks for it.
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "dqkv_requests",
-            "Finished requests",
-            ["rpc", "code", "reason", "arch", "transport"],
-            registry=registry,
-        )
-        self._request_s = Histogram(
-            "dqkv_request_duration_seconds",
-            "From a request's arrival to the end of its answer",
-            ["rpc", "arch", "transport"],
-            buckets=_REQUEST_S,
-            registry=registry,
-        )
-        self._phase_s = Histogram(
-            "dqkv_phase_duration_seconds",
-            "Where an answered request's time went",
-            ["phase", "device"],
-            buckets=_PHASE_S,
-            registry=registry,
-        )
-        self._inflight = Gauge("dqkv_inflight_requests", "Requests in this server now", registry=registry)
-        self._queue_depth = Gauge(
-            "dqkv_queue_depth", "Tasks that wait for a device or run on it", ["device"], registry=registry
-        )
-        self._queue_s = Gauge(
-            "dqkv_queue_predicted_seconds",
-            "Predicted seconds of work that waits or runs",
-            ["device"],
-            registry=registry,
-        )
-        self._pairs = Counter(
-            "dqkv_pairs", "Query-key pairs of answered requests, over all heads", ["arch", "device"], registry=registry
-        )
-        self._flops = Counter(
-            "dqkv_flops", "Floating-point operations of answered requests", ["arch", "device"], registry=registry
-        )
-        self._prediction = Histogram(
-            "dqkv_cost_prediction_ratio",
-            "Seconds that a device computed over the predicted ones",
-            ["arch"],
-            buckets=_RATIO,
-            registry=registry,
-        )
-        self._bytes = Counter(
-            "dqkv_bytes", "Tensor bytes read (in) and written (out)", ["direction", "transport"], registry=registry
-        )
-        self._regions = Gauge("dqkv_regions", "Registered regions", ["kind"], registry=registry)
-        self._region_bytes = Gauge("dqkv_region_bytes", "Bytes of registered regions", ["kind"], registry=registry)
-        self._region_events = Counter(
-            "dqkv_region_events", "What happened to regions", ["kind", "event"], registry=registry
-        )
-        self._staging = Gauge("dqkv_staging_pool_bytes", "Staging memory", ["state"], registry=registry)
-        self._recomputed = Counter(
-            "dqkv_lse_recomputed", "Answered requests whose softmax_lse was recomputed", ["arch"], registry=registry
-        )
-        self._aborts = Counter(
-            "dqkv_stream_aborts", "Streams that ended before their trailer was accepted", ["cause"], registry=registry
-        )
-        self._device_state = Gauge(
-            "dqkv_device_state", "1 for the state that a device is in", ["device", "state"], registry=registry
-        )
-        self._restarts = Counter(
-            "dqkv_worker_restarts", "Restarts of device processes", ["device", "cause"], registry=registry
-        )
-        self._started = Counter(
-            "grpc_server_started", "Started RPCs", ["grpc_type", "grpc_service", "grpc_method"], registry=registry
-        )
-        self._handled = Counter(
-            "grpc_server_handled",
-            "Finished RPCs",
-            ["grpc_type", "grpc_service", "grpc_method", "grpc_code"],
-            registry=registry,
-        )
-        build = Gauge("dqkv_build_info", "Always 1", ["version", "torch", "grpcio"], registry=registry)
-        build.labels(version=version, torch=torch, grpcio=grpcio).set(1)
+        self._requests = REQUESTS.make(registry)
+        self._request_s = REQUEST_SECONDS.make(registry)
+        self._phase_s = PHASE_SECONDS.make(registry)
+        self._inflight = INFLIGHT.make(registry)
+        self._queue_depth = QUEUE_DEPTH.make(registry)
+        self._queue_s = QUEUE_SECONDS.make(registry)
+        self._pairs = PAIRS.make(registry)
+        self._flops = FLOPS.make(registry)
+        self._prediction = PREDICTION_RATIO.make(registry)
+        self._bytes = TENSOR_BYTES.make(registry)
+        self._regions = REGIONS.make(registry)
+        self._region_bytes = REGION_BYTES.make(registry)
+        self._region_events = REGION_EVENTS.make(registry)
+        self._staging = STAGING_BYTES.make(registry)
+        self._recomputed = RECOMPUTED.make(registry)
+        self._aborts = STREAM_ABORTS.make(registry)
+        self._device_state = DEVICE_STATE.make(registry)
+        self._restarts = RESTARTS.make(registry)
+        self._started = RPCS_STARTED.make(registry)
+        self._handled = RPCS_HANDLED.make(registry)
+        BUILD_INFO.make(registry).labels(version=version, torch=torch, grpcio=grpcio).set(1)
 
     # ---- requests
     @contextmanager
