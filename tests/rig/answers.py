@@ -42,6 +42,6 @@ def assert_right(drawn: Drawn, gradients: dqkv.Gradients[Any]) -> None:
 
 def run(program: str, address: str) -> str:
     """What a process of its own prints; its only argument is the address."""
-    done = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout

@@ -20,7 +20,7 @@ from .memory import PosixMemory
 from .server import Running
 from .wire import Failure
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 SECRETS = re.compile(r"/dev/shm|/proc/|Traceback|\.py\b|site-packages|memfd:|File \"|/tmp/|0x[0-9a-f]{9,}")
 """What no answer may tell: where things lie on the server, and how its code is made."""
 

@@ -24,7 +24,7 @@ class HandedOver:
 def hand_over(server: Running, fd: int) -> HandedOver:
     """Passes an open file; it stays the caller's to close. Raises AssertionError, in the socket's words, if refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.settimeout(10)
+        door.settimeout(60)
         door.connect(server.address["region_socket"])
         socket.send_fds(door, [b"\x01"], [fd])
         answer = door.recv(512)

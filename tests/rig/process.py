@@ -1,13 +1,19 @@
-"""What a process is made of, as /proc tells it: children, memory, whether it lives."""
+"""What a process is made of, as /proc tells it: children, memory, whether it lives; and how to make it stand still."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+
+PATIENCE_S = 60.0
+"""Longest wait for what happens in milliseconds: a busy machine is no fault of what is tested."""
 
 
 def children(pid: int) -> list[int]:
@@ -36,10 +42,26 @@ def is_alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_for(value: Callable[[], T], what: str, timeout_s: float = 10.0) -> T:
+def wait_for(value: Callable[[], T], what: str, timeout_s: float = PATIENCE_S) -> T:
     """The first true value, asked for again and again. Raises AssertionError, naming what it is, after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not (found := value()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
     return found
+
+
+@contextmanager
+def paused(*pids: int) -> Iterator[None]:
+    """Processes that stand still while the block runs; those that it ended stay dead.
+
+    What a paused device was given or is given stays in flight, however slow this machine is at the moment.
+    """
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)

@@ -19,8 +19,10 @@ from typing import Any
 
 import grpc
 
-START_S = 60.0
-STOP_S = 30.0
+from .process import PATIENCE_S, wait_for
+
+START_S = 120.0
+STOP_S = 60.0
 COMMAND = (sys.executable, "-m", "dqkv", "serve")
 
 DEFAULTS = {
@@ -32,6 +34,11 @@ DEFAULTS = {
     "DQKV_GPUS": "none",
     "DQKV_LOG_FORMAT": "json",
     "DQKV_LOG_LEVEL": "debug",
+    # A machine that stands still for a while is no idle caller, no full queue and no lease that ran out.
+    "DQKV_STREAM_IDLE_S": "120",
+    "DQKV_QUEUE_SECONDS": "3600",
+    "DQKV_LEASE_DEFAULT_S": "3600",
+    "DQKV_DRAIN_S": "120",
 }
 
 
@@ -43,6 +50,7 @@ class Running:
     events: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     _fresh: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
+    _whole: threading.Event = field(default_factory=threading.Event)
 
     def read_log(self) -> None:
         assert self.process.stderr is not None
@@ -55,12 +63,16 @@ class Running:
             self.events.append(event)
             self._fresh.put(event)
         self._fresh.put(None)
+        self._whole.set()
 
     def wait_for(self, name: str, timeout_s: float = START_S, **facts: Any) -> dict[str, Any]:
         """The next log line with this event and these facts; what came before is passed over."""
         deadline = time.monotonic() + timeout_s
         while True:
-            event = self._fresh.get(timeout=max(deadline - time.monotonic(), 0.001))
+            try:
+                event = self._fresh.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                raise AssertionError(f"not within {timeout_s:g} s: {name} {facts}\n{''.join(self.lines)}") from None
             if event is None:
                 raise AssertionError(f"the server ended:\n{''.join(self.lines)}")
             if event.get("event") == name and all(event.get(key) == value for key, value in facts.items()):
@@ -82,25 +94,29 @@ class Running:
         """Status and body of a GET."""
         url = f"http://127.0.0.1:{self.address['http_port']}{path}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
                 return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over what `labels` leaves open; 0 when it was never counted."""
-        total = 0.0
-        for line in self.http("/metrics")[1].decode().splitlines():
-            head, _, value = line.rpartition(" ")
-            if head.split("{")[0] == name and all(f'{key}="{want}"' in head for key, want in labels.items()):
-                total += float(value)
-        return total
+        return total(self.http("/metrics")[1].decode(), name, **labels)
+
+    def is_quiet(self) -> bool:
+        """Whether every call has ended and was counted."""
+        text = self.http("/metrics")[1].decode()
+        return not total(text, "dqkv_inflight_requests") and total(text, "grpc_server_started_total") == total(
+            text, "dqkv_requests_total"
+        )
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Sends a signal, and returns the exit code."""
+        """Sends a signal, and returns the exit code; all of the log has been read by then."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(STOP_S)
+        code = self.process.wait(STOP_S)
+        assert self._whole.wait(STOP_S), "somebody still holds the server's log"
+        return code
 
 
 @contextlib.contextmanager
@@ -143,10 +159,16 @@ def open_channel(target: str, **options: Any) -> grpc.Channel:
     )
 
 
-def eventually(truth: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def total(text: str, name: str, **labels: str) -> float:
+    """A metric's value in what /metrics says, summed over what `labels` leaves open."""
+    found = 0.0
+    for line in text.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.split("{")[0] == name and all(f'{key}="{want}"' in head for key, want in labels.items()):
+            found += float(value)
+    return found
+
+
+def eventually(truth: Callable[[], bool]) -> None:
     """Waits until something holds."""
-    deadline = time.monotonic() + timeout_s
-    while not truth():
-        if time.monotonic() > deadline:
-            raise AssertionError("it did not come true in time")
-        time.sleep(0.02)
+    wait_for(truth, "it comes true")

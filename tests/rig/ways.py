@@ -17,7 +17,7 @@ from dqkv import Client, Gradients, Region, Window
 from dqkv.client.segment import Kind
 from dqkv.tensor import dense_strides
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 ALWAYS_NBYTES = 1 << 40
 """An inline limit that no request reaches, so that it travels in one message."""
 NEVER_NBYTES = -1

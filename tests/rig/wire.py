@@ -100,7 +100,7 @@ def frames_of(one: Sample) -> Iterator[framing.RequestFrame]:
     yield pb.BackwardStreamRequest(trailer=sender.trailer())
 
 
-def stream(channel: grpc.Channel, frames: Iterable[Any], *, timeout_s: float = 30.0, metadata: Any = ()) -> Any:
+def stream(channel: grpc.Channel, frames: Iterable[Any], *, timeout_s: float = 120.0, metadata: Any = ()) -> Any:
     """Opens a stream; iterating gives the answer's frames."""
     method = channel.stream_stream(
         STREAM_METHOD, request_serializer=framing.encode_frame, response_deserializer=framing.decode_response

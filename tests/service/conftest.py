@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import pytest
-from rig.server import Running, open_channel, running
+from rig.server import Running, eventually, open_channel, running
 
 if TYPE_CHECKING:
     from rig.ways import Ways
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 def server() -> Iterator[Running]:
     with running() as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def quiet(request: pytest.FixtureRequest) -> None:
+    """Whatever the test before asked of the common server has ended and was counted, in whichever order they run."""
+    if "server" in request.fixturenames:
+        eventually(request.getfixturevalue("server").is_quiet)
 
 
 @pytest.fixture
