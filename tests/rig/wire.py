@@ -63,6 +63,12 @@ def sample(rows: int = 16, heads: int = 2, head_dim: int = 16, *, seed: int = 0)
     return Sample(inputs, {role: array.transpose(0, 2, 1, 3) for role, array in found.items()})
 
 
+def endless() -> Sample:
+    """Minutes of work in a message of 40 MiB: it is in flight until a test gives it up, and never waited for."""
+    rows = np.zeros((1, 1 << 18, 1, 8), np.float32)
+    return Sample(dict.fromkeys(ROLES, rows), {})
+
+
 def role_number(role: str) -> Any:
     return pb.TensorRole.Value(f"TENSOR_ROLE_{role.upper()}")
 

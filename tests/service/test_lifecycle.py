@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import signal
 import threading
@@ -17,15 +16,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rig.process import children, is_alive, wait_for
-from rig.server import Running, eventually, open_channel, running
+from rig.server import STOP_S, Running, eventually, open_channel, running
+from rig.starts import HeldStarts
 from rig.wire import (
-    ROLES,
     assert_right,
+    endless,
     failing,
     failure_of,
     frames_of,
     inline_gradients,
-    role_number,
     sample,
     stream,
     streamed_gradients,
@@ -48,12 +47,12 @@ def test_an_upload_in_progress_is_answered_after_sigterm_and_new_work_is_turned_
         def frames() -> Iterator[Any]:
             whole = frames_of(one)
             yield from itertools.islice(whole, 3)
-            more.wait(30)
+            more.wait(600)
             yield from whole
 
         upload = stream(bulk, frames())
         eventually(lambda: server.metric("dqkv_inflight_requests") == 1)
-        watch = health_pb2_grpc.HealthStub(control).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        watch = health_pb2_grpc.HealthStub(control).Watch(health_pb2.HealthCheckRequest(), timeout=120)
         assert next(watch).status == SERVING
         server.process.send_signal(signal.SIGTERM)
         assert next(watch).status == NOT_SERVING
@@ -62,14 +61,14 @@ def test_an_upload_in_progress_is_answered_after_sigterm_and_new_work_is_turned_
         assert b"draining" in body
         assert server.http("/livez")[0] == 200
         with failing() as unary:
-            stubs.AttentionGradientServiceStub(control).Backward(unary_request(one), timeout=10)
+            stubs.AttentionGradientServiceStub(control).Backward(unary_request(one), timeout=120)
         with failing() as streamed:
             list(stream(bulk, frames_of(one)))
         for found in (unary[0], streamed[0]):
             assert (found.code, found.reason) == (UNAVAILABLE, "DRAINING")
         more.set()
         assert_right(one, streamed_gradients(one, upload))
-        assert server.process.wait(20) == 0
+        assert server.process.wait(STOP_S) == 0
 
 
 def test_an_upload_that_does_not_end_is_cut_off_after_the_drain_time() -> None:
@@ -78,13 +77,12 @@ def test_an_upload_that_does_not_end_is_cut_off_after_the_drain_time() -> None:
 
         def frames() -> Iterator[Any]:
             yield from itertools.islice(frames_of(sample()), 2)
-            hold.wait(30)
+            hold.wait(600)
 
         upload = stream(bulk, frames())
         eventually(lambda: server.metric("dqkv_inflight_requests") == 1)
-        began = time.monotonic()
+        # It is held for far longer than this waits.
         assert server.stop() == 0
-        assert time.monotonic() - began < 10
         hold.set()
         with failing():
             list(upload)
@@ -105,7 +103,7 @@ def test_sigterm_under_load_loses_no_accepted_request() -> None:
                             assert_right(one, streamed_gradients(one, stream(channel, frames_of(one))))
                         else:
                             stub = stubs.AttentionGradientServiceStub(channel)
-                            assert_right(one, inline_gradients(one, stub.Backward(unary_request(one), timeout=30)))
+                            assert_right(one, inline_gradients(one, stub.Backward(unary_request(one), timeout=120)))
                         ended.append("answered")
                     except grpc.RpcError as error:
                         found = failure_of(error)
@@ -121,7 +119,7 @@ def test_sigterm_under_load_loses_no_accepted_request() -> None:
         ]
         for thread in threads:
             thread.start()
-        eventually(lambda: ended.count("answered") >= 30, timeout_s=30)
+        eventually(lambda: ended.count("answered") >= 30)
         assert server.stop() == 0
         for thread in threads:
             thread.join(30)
@@ -132,12 +130,12 @@ def test_sigterm_under_load_loses_no_accepted_request() -> None:
 
 
 def test_a_second_signal_ends_the_server_at_once() -> None:
-    with running(drain_s="60") as server, open_channel(server.stream_target) as bulk:
+    with running(drain_s="600") as server, open_channel(server.stream_target) as bulk:
         hold = threading.Event()
 
         def frames() -> Iterator[Any]:
             yield from itertools.islice(frames_of(sample()), 2)
-            hold.wait(30)
+            hold.wait(600)
 
         upload = stream(bulk, frames())
         eventually(lambda: server.metric("dqkv_inflight_requests") == 1)
@@ -149,13 +147,21 @@ def test_a_second_signal_ends_the_server_at_once() -> None:
         upload.cancel()
 
 
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldStarts]:
+    """Of the devices of every server that the test starts."""
+    one = HeldStarts(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", one.python_path)
+    yield one
+    one.let_go()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_start_ends_it_there(number: int) -> None:
+def test_a_signal_during_the_start_ends_it_there(number: int, starts: HeldStarts) -> None:
+    starts.hold()
     with running(ready=False, region_socket="auto") as server:
         workers = wait_for(lambda: children(server.process.pid), "a device's process")
-        began = time.monotonic()
         assert server.stop(number) == 0
-        assert time.monotonic() - began < 3
         assert not any(is_alive(pid) for pid in workers)
     told = {event["event"] for event in server.events if event["level"] != "debug"}
     assert told == {"ending before it served"}
@@ -177,7 +183,7 @@ def test_workers_of_a_killed_server_end_too() -> None:
     with running() as server:
         workers = children(server.process.pid)
         server.process.kill()
-        eventually(lambda: not any(is_alive(pid) for pid in workers), timeout_s=15)
+        eventually(lambda: not any(is_alive(pid) for pid in workers))
 
 
 def test_a_server_without_devices_says_why_it_is_not_ready() -> None:
@@ -185,7 +191,7 @@ def test_a_server_without_devices_says_why_it_is_not_ready() -> None:
         status, body = server.http("/readyz")
         assert status == 503
         assert b"no device takes work" in body
-        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=120)
         assert check.status == NOT_SERVING
         assert server.http("/livez")[0] == 200
 
@@ -193,23 +199,25 @@ def test_a_server_without_devices_says_why_it_is_not_ready() -> None:
 def test_health_is_told_for_the_server_and_each_service_but_no_other(channel: grpc.Channel) -> None:
     stub = health_pb2_grpc.HealthStub(channel)
     for service in ("", *(f"dqkv.v1.{name}" for name in pb.DESCRIPTOR.services_by_name)):
-        assert stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status == SERVING
+        assert stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=120).status == SERVING
     with failing() as found:
-        stub.Check(health_pb2.HealthCheckRequest(service="dqkv.v1.Nothing"), timeout=5)
+        stub.Check(health_pb2.HealthCheckRequest(service="dqkv.v1.Nothing"), timeout=120)
     assert found[0].code is grpc.StatusCode.NOT_FOUND
 
 
-def test_watchers_are_told_when_the_only_device_dies_and_when_it_is_back() -> None:
+def test_watchers_are_told_when_the_only_device_dies_and_when_it_is_back(starts: HeldStarts) -> None:
     with running() as server, open_channel(server.target) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120)
         assert next(watch).status == SERVING
         (worker,) = children(server.process.pid)
+        starts.hold()
         os.kill(worker, signal.SIGKILL)
         assert next(watch).status == NOT_SERVING
+        starts.let_go()
         assert next(watch).status == SERVING
         assert server.metric("dqkv_worker_restarts_total", device="cpu:0", cause="signal") == 1
         one = sample()
-        answer = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
+        answer = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=120)
         assert_right(one, inline_gradients(one, answer))
 
 
@@ -218,11 +226,11 @@ def test_calls_come_over_the_unix_socket_too(tmp_path: Path) -> None:
     with running(unix_socket=str(path)) as server, open_channel(f"unix:{path}") as channel:
         assert path.stat().st_mode & 0o777 == 0o600
         one = sample()
-        answer = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
+        answer = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=120)
         assert_right(one, inline_gradients(one, answer))
         caller = server.wait_for("request", rpc="Backward")["caller"]
         assert caller == f"uid:{os.getuid()}"
-        session = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10).session
+        session = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=120).session
         with open_channel(server.stream_target) as bulk:
             answer = stream(bulk, frames_of(one), metadata=(("dqkv-session", session),))
             assert_right(one, streamed_gradients(one, answer))
@@ -233,23 +241,9 @@ def test_calls_come_over_the_unix_socket_too(tmp_path: Path) -> None:
 
 # ---- cancellation
 def test_a_cancelled_call_stops_its_work(server: Running, channel: grpc.Channel, bulk: grpc.Channel) -> None:
-    # Much work in few bytes: every query sees every key.
-    shape = [1, 32768, 8, 8]
-    heavy = pb.BackwardRequest(
-        problem=pb.Problem(
-            tensors=[
-                pb.Tensor(
-                    role=role_number(role), dtype=pb.DATA_TYPE_FP16, shape=shape, data=bytes(2 * math.prod(shape))
-                )
-                for role in ROLES
-            ]
-        )
-    )
+    """Minutes of work, which this test does not have: the device is free again because it was given up."""
     stub = stubs.AttentionGradientServiceStub(channel)
-    needed_s = stub.Estimate(pb.EstimateRequest(problem=heavy.problem), timeout=10).device_s
-    assert needed_s > 2
-    began = time.monotonic()
-    running_call = stub.Backward.future(heavy, timeout=600)
+    running_call = stub.Backward.future(unary_request(endless(), checksum=False), timeout=36000)
     eventually(lambda: server.metric("dqkv_queue_depth") == 1)
     queued = stream(bulk, frames_of(sample()))
     eventually(lambda: server.metric("dqkv_queue_depth") == 2)
@@ -259,7 +253,8 @@ def test_a_cancelled_call_stops_its_work(server: Running, channel: grpc.Channel,
     eventually(lambda: server.metric("dqkv_queue_depth") == 0)
     eventually(lambda: server.metric("dqkv_inflight_requests") == 0)
     eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
-    assert time.monotonic() - began < needed_s / 2
+    one = sample()
+    assert_right(one, inline_gradients(one, stub.Backward(unary_request(one), timeout=120)))
 
 
 # ---- in this process
@@ -276,7 +271,7 @@ async def test_a_server_runs_in_this_process_and_on_any_free_ports() -> None:
 
         def ask() -> Any:
             with open_channel(f"127.0.0.1:{addresses.grpc_port}") as channel:
-                return stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
+                return stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=120)
 
         assert_right(one, inline_gradients(one, await asyncio.to_thread(ask)))
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from rig import doorbell, regional
 from rig.caller import Caller
 from rig.memory import PosixMemory, memfd, segment_names
-from rig.process import children, is_alive, wait_for
+from rig.process import children, is_alive, paused, wait_for
 from rig.server import Running, running
 from rig.wire import (
-    ROLES,
-    Sample,
     assert_right,
+    endless,
     failure_of,
     frames_of,
     inline_gradients,
@@ -36,10 +33,8 @@ import dqkv
 from dqkv import errors
 
 ONE = sample()
-SLOW = sample(1024, 8, 64)
-"""Some tenths of a second on one core."""
-LONG_ROWS = (1, 2048, 8, 64)
-"""A second or so; only held against itself, for it is a hundred times as long to check."""
+TRIES = 3
+"""A machine may stand still for a moment: the best of so many counts where a time is promised."""
 
 
 # ---- the server
@@ -74,21 +69,26 @@ def test_crashes_leave_nothing_behind_and_the_next_server_takes_over(tmp_path: P
 
 def test_a_client_learns_at_once_that_its_server_was_killed() -> None:
     """Unary and streamed, in flight: a typed TransportError within a second, not at the deadline."""
+    assert min(seconds_until_a_death_is_told() for _ in range(TRIES)) < 1.0
+
+
+def seconds_until_a_death_is_told() -> float:
+    once, long = dqkv.Retry(attempts=1), endless()
     with running() as server, ThreadPoolExecutor(2) as threads:
-        once = dqkv.Retry(attempts=1)
+        settings: dict[str, Any] = {"retry": once, "timeout_s": 36000}
         with (
-            dqkv.Client(server.target, retry=once, timeout_s=60) as unary,
-            dqkv.Client(server.target, retry=once, timeout_s=60, inline_nbytes=-1) as streaming,
+            dqkv.Client(server.target, **settings, inline_nbytes=long.nbytes) as unary,
+            dqkv.Client(server.target, **settings, inline_nbytes=-1) as streaming,
         ):
-            sent = [threads.submit(client.backward, **SLOW.inputs) for client in (unary, streaming)]
-            wait_for(lambda: server.metric("dqkv_inflight_requests") == 2, "both requests are in flight")
+            sent = [threads.submit(client.backward, **long.inputs) for client in (unary, streaming)]
+            wait_for(lambda: server.metric("dqkv_queue_depth") == 2, "both requests are in flight")
             server.process.kill()
             began = time.monotonic()
             for future in sent:
-                error = future.exception(timeout=30)
+                error = future.exception(timeout=120)
                 assert isinstance(error, errors.TransportError), error
                 assert error.reason == "TRANSPORT"
-            assert time.monotonic() - began < 1.0
+            return time.monotonic() - began
 
 
 # ---- a device
@@ -130,58 +130,48 @@ def queued(server: Running) -> int:
 
 def test_a_killed_device_fails_only_its_own_request_and_comes_back(pair: Running) -> None:
     """Four are on their way: the one that the killed device runs fails, retryable; every other is answered as ever."""
-    random = np.random.default_rng(1)
-    one = Sample({role: random.standard_normal(LONG_ROWS, dtype=np.float32) for role in ROLES}, {})
+    wait_for(lambda: are_ok(pair), "both devices are there")
     restarts = pair.metric("dqkv_worker_restarts_total")
-    with Caller(pair) as caller, PosixMemory(regional.nbytes(one)) as memory:
-        regional.fill(memory.bytes, one)
-        # By region: nothing is uploaded, so all four are queued before the first is done.
-        request = regional.request(one, caller.register(memory))
-        undisturbed = caller.ask(caller.gradients.Backward, request, timeout_s=60)
-        futures = [caller.gradients.Backward.future(request, timeout=60, metadata=caller.metadata) for _ in range(4)]
-        wait_for(lambda: queued(pair) == 4, "all four run or wait, wherever they were predicted to be done first")
-        kill_device(pair, wait_for(lambda: busy(pair), "it runs"))
+    request = unary_request(ONE)
+    with Caller(pair) as caller:
+        with paused(*children(pair.process.pid)):
+            futures = [
+                caller.gradients.Backward.future(request, timeout=120, metadata=caller.metadata) for _ in range(4)
+            ]
+            wait_for(lambda: queued(pair) == 4, "all four run or wait, wherever they were predicted to be done first")
+            kill_device(pair, wait_for(lambda: busy(pair), "it runs"))
         failures = []
         for future in futures:
             error = future.exception()
             if error is not None:
                 failures.append(failure_of(error))
                 continue
-            for got, want in zip(future.result().gradients, undisturbed.gradients, strict=True):
-                np.testing.assert_allclose(
-                    np.frombuffer(got.data, np.float32), np.frombuffer(want.data, np.float32), atol=1e-5
-                )
+            assert_right(ONE, inline_gradients(ONE, future.result()))
         assert [(failed.code, failed.reason) for failed in failures] == [(grpc.StatusCode.UNAVAILABLE, "DEVICE_LOST")]
-        wait_for(lambda: are_ok(pair), "the device comes back", 40)
+        wait_for(lambda: are_ok(pair), "the device comes back")
         assert pair.metric("dqkv_worker_restarts_total") == restarts + 1
         assert pair.metric("dqkv_staging_pool_bytes", state="used") == 0
         assert_right(ONE, inline_gradients(ONE, caller.ask(caller.gradients.Backward, unary_request(ONE))))
 
 
 def test_the_client_library_sends_again_what_a_killed_device_lost(pair: Running) -> None:
-    wait_for(lambda: are_ok(pair), "both devices are there", 40)
+    wait_for(lambda: are_ok(pair), "both devices are there")
     lost = pair.metric("dqkv_requests_total", reason="DEVICE_LOST")
-    with dqkv.Client(pair.target, timeout_s=60) as client, ThreadPoolExecutor(1) as thread:
-        sent: Future[dqkv.Gradients[object]] = thread.submit(client.backward, **SLOW.inputs)
-        name = wait_for(lambda: busy(pair), "it runs")
-        kill_device(pair, name)
-        answer = sent.result(timeout=60)
-    assert_right(SLOW, {role: getattr(answer, role) for role in SLOW.gradients})
+    with dqkv.Client(pair.target, timeout_s=120) as client, ThreadPoolExecutor(1) as thread:
+        with paused(*children(pair.process.pid)):
+            sent: Future[dqkv.Gradients[object]] = thread.submit(client.backward, **ONE.inputs)
+            kill_device(pair, wait_for(lambda: busy(pair), "it runs"))
+        answer = sent.result(timeout=120)
+    assert_right(ONE, {role: getattr(answer, role) for role in ONE.gradients})
     assert pair.metric("dqkv_requests_total", reason="DEVICE_LOST") == lost + 1
 
 
 def test_a_stream_whose_device_was_killed_fails_as_retryable(pair: Running) -> None:
-    wait_for(lambda: are_ok(pair), "both devices are there", 40)
-    with Caller(pair) as caller:
-        killed = threading.Event()
-
-        def kill() -> None:
-            name = wait_for(lambda: busy(pair), "it runs")
-            kill_device(pair, name)
-            killed.set()
-
-        threading.Thread(target=kill).start()
-        refused = caller.stream_refused(frames_of(SLOW))
+    wait_for(lambda: are_ok(pair), "both devices are there")
+    with Caller(pair) as caller, ThreadPoolExecutor(1) as thread:
+        with paused(*children(pair.process.pid)):
+            sent = thread.submit(caller.stream_refused, frames_of(ONE))
+            kill_device(pair, wait_for(lambda: busy(pair), "it runs"))
+        refused = sent.result(timeout=120)
         assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "DEVICE_LOST")
-        assert killed.wait(10)
         assert_right(ONE, streamed_gradients(ONE, caller.stream(frames_of(ONE))))
