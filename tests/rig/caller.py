@@ -37,6 +37,7 @@ class Caller:
         credentials: grpc.ChannelCredentials | None = None,
         host: str = "127.0.0.1",
     ) -> None:
+        self.server = server
         session = (SESSION_HEADER, secrets.token_hex(SESSION_NBYTES))
         self.metadata = [session, *metadata, *([] if token is None else [("authorization", f"Bearer {token}")])]
         self.channel, self.bulk = (

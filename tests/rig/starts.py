@@ -19,7 +19,7 @@ class HeldStarts:
         self._gate = folder / "held"
         # Python imports a module of this name before it runs anything.
         (folder / "sitecustomize.py").write_text(WAITING.format(gate=str(self._gate)))
-        self.python_path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+        self.python_path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
     def hold(self) -> None:
         self._gate.touch()

@@ -7,17 +7,18 @@ import re
 import shutil
 import subprocess
 import threading
-import time
 
 import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rig.pace import steady_s
 from rig.server import Running, eventually
-from rig.wire import ROLES, frames_of, role_number, sample, stream, streamed_gradients, unary_request
+from rig.wire import endless, frames_of, sample, stream, streamed_gradients, unary_request
 
 from dqkv.v1 import gradient_pb2 as pb
 from dqkv.v1 import gradient_pb2_grpc as stubs
 
+PROBE_S = 0.1
 LABELS = {"rpc", "code", "reason", "arch", "transport", "phase", "device", "direction", "kind", "event", "state"}
 LABELS |= {"cause", "version", "torch", "grpcio", "le", "grpc_type", "grpc_service", "grpc_method", "grpc_code"}
 
@@ -40,7 +41,7 @@ def test_info_tells_ports_devices_and_limits(server: Running) -> None:
 
 def test_limits_are_the_same_over_http_and_grpc(server: Running, channel: grpc.Channel) -> None:
     told = json.loads(server.http("/v1/info")[1])["limits"]
-    limits = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10).limits
+    limits = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=120).limits
     fields = {field.name: getattr(limits, field.name) for field in pb.Limits.DESCRIPTOR.fields}
     assert fields == {name: told[name] for name in fields}
     assert all(fields.values())
@@ -75,9 +76,9 @@ def test_other_paths_are_not_found_or_ignored(server: Running, path: str) -> Non
 def test_a_request_moves_each_metric_it_should(channel: grpc.Channel, bulk: grpc.Channel, server: Running) -> None:
     one = sample()
     before = {name: server.metric(name, **labels) for name, labels in _MOVED.items()}
-    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=30)
+    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(one), timeout=120)
     streamed_gradients(one, stream(bulk, frames_of(one)))
-    eventually(lambda: server.metric("dqkv_requests_total", transport="stream", code="OK") >= 1)
+    eventually(server.is_quiet)
     after = {name: server.metric(name, **labels) for name, labels in _MOVED.items()}
     moved = {name: after[name] - before[name] for name in _MOVED}
     assert moved["dqkv_requests_total"] == 2
@@ -110,7 +111,7 @@ _MOVED: dict[str, dict[str, str]] = {
 
 
 def test_metrics_follow_prometheus_rules_and_have_no_open_labels(channel: grpc.Channel, server: Running) -> None:
-    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(sample()), timeout=30)
+    stubs.AttentionGradientServiceStub(channel).Backward(unary_request(sample()), timeout=120)
     text = server.http("/metrics")[1].decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
@@ -128,30 +129,23 @@ def test_metrics_follow_prometheus_rules_and_have_no_open_labels(channel: grpc.C
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_nothing_to_complain_about(server: Running) -> None:
     check = subprocess.run(
-        ["promtool", "check", "metrics"], input=server.http("/metrics")[1], capture_output=True, timeout=30
+        ["promtool", "check", "metrics"], input=server.http("/metrics")[1], capture_output=True, timeout=120
     )
     assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")
 
 
 def test_probes_answer_in_time_while_the_device_is_busy(channel: grpc.Channel, server: Running) -> None:
-    shape, nbytes = [1, 8192, 8, 64], 2 * 8192 * 8 * 64
-    tensors = [
-        pb.Tensor(role=role_number(role), dtype=pb.DATA_TYPE_FP16, shape=shape, data=bytes(nbytes)) for role in ROLES
-    ]
-    heavy = pb.BackwardRequest(problem=pb.Problem(tensors=tensors))
-    calls = [stubs.AttentionGradientServiceStub(channel).Backward.future(heavy, timeout=100) for _ in range(3)]
+    heavy = unary_request(endless(), checksum=False)
+    calls = [stubs.AttentionGradientServiceStub(channel).Backward.future(heavy, timeout=36000) for _ in range(3)]
     try:
-        eventually(lambda: server.metric("dqkv_queue_depth") >= 1)
-        took = []
-        for path in ("/livez", "/readyz", "/metrics") * 5:
-            began = time.perf_counter()
-            assert server.http(path)[0] in (200, 503)
-            took.append(time.perf_counter() - began)
-        assert sorted(took)[len(took) // 2] < 0.1, took
+        eventually(lambda: server.metric("dqkv_queue_depth") == len(calls))
+        for path in ("/livez", "/readyz", "/metrics"):
+            assert server.http(path)[0] == 200
+            assert steady_s(lambda path=path: server.http(path), below_s=PROBE_S) < PROBE_S, path
     finally:
         for call in calls:
             call.cancel()
-    eventually(lambda: server.metric("dqkv_inflight_requests") == 0, timeout_s=20)
+    eventually(lambda: server.metric("dqkv_inflight_requests") == 0)
 
 
 def test_many_probes_at_once_are_all_answered(server: Running) -> None:
@@ -160,5 +154,5 @@ def test_many_probes_at_once_are_all_answered(server: Running) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert statuses == [200] * 40

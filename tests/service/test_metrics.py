@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -13,13 +12,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from rig.caller import Caller, posix
 from rig.memory import PosixMemory
 from rig.process import wait_for
-from rig.server import Running
+from rig.server import Running, running
 from rig.wire import frames_of, header_of, sample, unary_request
 
 from dqkv.v1 import gradient_pb2 as pb
 
 ONE = sample()
 Counters = dict[tuple[tuple[str, str], ...], float]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """One of this module's own: who has regions of the common one renews them, and that is counted, too."""
+    with running() as one:
+        yield one
 
 
 @pytest.fixture
@@ -91,10 +97,10 @@ def cancelled(caller: Caller) -> None:
 
     def frames() -> Iterator[Any]:
         yield from islice(frames_of(ONE), 2)
-        hold.wait(20)
+        hold.wait(600)
 
     call = caller.stream(frames())
-    time.sleep(0.2)
+    wait_for(lambda: caller.server.metric("dqkv_inflight_requests") == 1, "it has begun")
     call.cancel()
     hold.set()
 
@@ -119,12 +125,13 @@ OUTCOMES: dict[Callable[[Caller], None], dict[str, str]] = {
 def test_each_outcome_moves_exactly_one_counter(
     server: Running, caller: Caller, outcome: Callable[[Caller], None]
 ) -> None:
-    wait_for(lambda: server.metric("dqkv_inflight_requests") == 0, "nothing else is going on")
+    wait_for(server.is_quiet, "nothing else is going on")
     wanted = OUTCOMES[outcome]
     names = ("dqkv_requests_total", "grpc_server_handled_total", "dqkv_request_duration_seconds_count")
     before = {name: counters(server, name) for name in names}
     outcome(caller)
     wait_for(lambda: moved(before[names[0]], counters(server, names[0])), "it is counted")
+    wait_for(server.is_quiet, "all of it is counted")
     for name in names:
         changes = moved(before[name], counters(server, name))
         assert list(changes.values()) == [1.0], changes
