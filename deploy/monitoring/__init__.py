@@ -1,1 +1,1 @@
-"""The alert rules and the dashboard, generated from the metrics that the server declares: `python -m monitoring OUT`."""
+"""Alert rules and dashboard, generated from the metrics that the server declares: `python -m monitoring OUT`."""
