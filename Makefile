@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILER := $(VENV)/.compiler
+TOOLS := .venvs/tools
+TOOLED := $(TOOLS)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
-.PHONY: help demo serve test test-large test-kernels test-interpreters check fix proto check-proto kernels bench
+.PHONY: help demo serve test test-large test-kernels test-interpreters check fix proto check-proto monitoring
+.PHONY: check-monitoring check-deploy kernels bench
 
 help:
-	@echo "make demo | serve | test | test-large | test-kernels | check | fix | proto | kernels | bench (see CONTRIBUTING.md)"
+	@echo "make demo | serve | test | test-large | test-kernels | check | fix | proto | monitoring | kernels | bench (see CONTRIBUTING.md)"
 
 demo: $(INSTALLED)
 	$(BIN)/dqkv demo
@@ -18,7 +21,7 @@ serve: $(INSTALLED)
 	$(BIN)/dqkv serve
 
 test: test-interpreters
-	$(BIN)/pytest tests
+	PATH="$(CURDIR)/$(TOOLS)/programs:$$PATH" $(BIN)/pytest tests
 
 test-large: $(INSTALLED)
 	$(BIN)/pytest tests/service/test_large.py -m big
@@ -26,7 +29,7 @@ test-large: $(INSTALLED)
 test-interpreters: $(INSTALLED)
 	$(BIN)/python tests/interpreters.py 3.12 3.13
 
-check: $(INSTALLED) check-proto
+check: $(INSTALLED) check-proto check-monitoring
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -45,6 +48,19 @@ proto: $(INSTALLED)
 check-proto: $(INSTALLED)
 	rm -rf build/proto && mkdir -p build/proto && $(MAKE) --no-print-directory proto GENERATED=build/proto
 	diff -r --exclude=__pycache__ --exclude=__init__.py build/proto/dqkv/v1 service/dqkv/v1
+
+MONITORING := deploy
+monitoring: $(INSTALLED)
+	PYTHONPATH=deploy $(BIN)/python -m monitoring $(MONITORING)
+
+# Likewise alert rules and dashboard, from the metrics that the server declares.
+check-monitoring: $(INSTALLED)
+	rm -rf build/monitoring && $(MAKE) --no-print-directory monitoring MONITORING=build/monitoring
+	diff build/monitoring/prometheus/alerts.yaml deploy/prometheus/alerts.yaml
+	diff -r build/monitoring/grafana/dashboards deploy/grafana/dashboards
+
+check-deploy: $(TOOLED)
+	deploy/check.sh $(TOOLS) build/k8s
 
 kernels: $(COMPILER)
 	$(BIN)/dqkv kernels build
@@ -66,4 +82,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(COMPILER): $(INSTALLED)
 	$(PIP) --no-build-isolation -e '.[compile,gates]'
+	@touch $@
+
+# The validators of check-deploy: on Debian and Ubuntu they come by themselves, elsewhere promtool has to be on the path.
+$(TOOLED): deploy/tools.sh deploy/tools.txt
+	PYTHON=$(PYTHON) deploy/tools.sh $(TOOLS)
 	@touch $@
