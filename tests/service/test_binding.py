@@ -21,7 +21,7 @@ def how_it_ended(**settings: str) -> tuple[int, str]:
     """Exit code and words of a server that is expected not to start."""
     process = spawn(cpu_devices="0", **settings)
     try:
-        _, words = process.communicate(timeout=30)
+        _, words = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         _, words = process.communicate()

@@ -13,7 +13,7 @@ from oracle.cases import ANSWERED_CASES
 from oracle.exact import solved
 from oracle.inputs import build_inputs
 from oracle.problems import to_problem
-from rig.server import Running
+from rig.server import Running, eventually
 from rig.ways import ALWAYS_NBYTES, NEVER_NBYTES, Way, Ways
 
 from dqkv import AsyncClient, Retry
@@ -67,5 +67,6 @@ def test_each_way_is_the_one_that_the_server_counts(ways: Ways, server: Running)
     for way in Way:
         before = {each: server.metric("dqkv_bytes_total", transport=each) for each in Way}
         ways.ask(build_inputs(case, AS_IS), way)
+        eventually(server.is_quiet)
         after = {each: server.metric("dqkv_bytes_total", transport=each) for each in Way}
         assert {each for each in Way if after[each] > before[each]} == {way}

@@ -28,13 +28,13 @@ def drawn() -> Drawn:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[dqkv.Client]:
-    with dqkv.Client(server.target, timeout_s=60) as one:
+    with dqkv.Client(server.target, timeout_s=120) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def streaming(server: Running) -> Iterator[dqkv.Client]:
-    with dqkv.Client(server.target, timeout_s=60, inline_nbytes=-1) as one:
+    with dqkv.Client(server.target, timeout_s=120, inline_nbytes=-1) as one:
         yield one
 
 
@@ -139,7 +139,7 @@ zero = np.zeros((), ml_dtypes.bfloat16)
 big = np.broadcast_to(zero, ({rows}, {heads}, {width}))
 problem = dict(delta=np.broadcast_to(np.float32(0), ({heads}, {rows})), cu_seqlens_q=[0, 1], cu_seqlens_k=[0, 1])
 k = np.broadcast_to(zero, (8, 1, {width}))
-with dqkv.Client(sys.argv[1], timeout_s=100) as client:
+with dqkv.Client(sys.argv[1], timeout_s=120) as client:
     client.health()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     dq = np.zeros(0)

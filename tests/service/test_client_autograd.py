@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[dqkv.Client]:
-    with dqkv.Client(server.target, timeout_s=60) as one:
+    with dqkv.Client(server.target, timeout_s=120) as one:
         yield one
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rig.memory import segment_names
+from rig.process import wait_for
 from rig.server import Running, running
 from typer.testing import CliRunner
 
@@ -32,19 +34,19 @@ def dqkv(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-m", "dqkv", *arguments],
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=280,
         env={**os.environ, "COLUMNS": "140", **environment},
     )
 
 
 def test_demo_is_within_budget_by_every_transport_and_leaves_nothing() -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = segment_names()
     done = dqkv("demo")
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("dense", "packed", "shared", "unary", "stream", "region", "cpu:0", "GPU", "round trip"):
         assert words in done.stdout
     assert "wrong" not in done.stdout
-    assert set(Path("/dev/shm").iterdir()) <= before
+    wait_for(lambda: segment_names() <= before, "no memory is left; others of this machine come and go")
 
 
 def test_demo_says_why_a_server_did_not_start() -> None:
@@ -167,7 +169,7 @@ def test_the_servers_extra_is_what_the_package_says_it_is() -> None:
 
 def test_attention_without_torch_says_one_line() -> None:
     program = WITHOUT.format(hidden={"torch"}) + "import dqkv\ndqkv.Client\ndqkv.attention\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     says = "ModuleNotFoundError: dqkv.attention needs torch: pip install 'dqkv[client-torch]'"
     assert done.stderr.splitlines()[-1] == says

@@ -30,13 +30,13 @@ def drawn() -> Drawn:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[dqkv.Client]:
-    with dqkv.Client(server.target, timeout_s=60) as one:
+    with dqkv.Client(server.target, timeout_s=120) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def streaming(server: Running) -> Iterator[dqkv.Client]:
-    with dqkv.Client(server.target, timeout_s=60, inline_nbytes=-1) as one:
+    with dqkv.Client(server.target, timeout_s=120, inline_nbytes=-1) as one:
         yield one
 
 
@@ -48,7 +48,7 @@ def test_the_servers_refusal_arrives_with_reason_field_and_message(client: dqkv.
 
 
 def test_an_interrupted_stream_leaves_the_client_usable(server: Running, drawn: Drawn) -> None:
-    rows = np.zeros((1, 4096, 8, 128), np.float16)
+    rows = np.zeros((1, 16384, 2, 128), np.float16)
 
     async def interrupt() -> None:
         async with dqkv.AsyncClient(server.target) as one:
@@ -65,7 +65,7 @@ def test_an_interrupted_stream_leaves_the_client_usable(server: Running, drawn: 
 def test_a_server_that_comes_back_is_found_again(drawn: Drawn) -> None:
     with running(port="0") as first:
         ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
-        client = dqkv.Client(first.target, timeout_s=60, retry=dqkv.Retry(attempts=60, first_s=0.2, limit_s=0.5))
+        client = dqkv.Client(first.target, timeout_s=120, retry=dqkv.Retry(attempts=200, first_s=0.2, limit_s=0.5))
         assert_right(drawn, client.backward(**arguments(drawn)))
         first.stop()
     with running(**ports):
@@ -77,29 +77,29 @@ def test_a_server_that_comes_back_is_found_again(drawn: Drawn) -> None:
 def test_a_server_killed_in_the_middle_is_noticed_at_once_and_the_request_goes_to_the_next(
     inline_nbytes: int | None, drawn: Drawn
 ) -> None:
-    # 48 MiB up and 24 MiB down: the largest that still fits one message, and seconds of work on a CPU.
+    # 45 MiB up and 27 MiB down: nearly the most that fits one message, and seconds of work on a CPU.
     rows = np.zeros((1, 3072, 16, 96), np.float16)
     long = {"q": rows, "k": rows, "v": rows, "dout": rows, "out": rows}
-    retry = dqkv.Retry(attempts=200, first_s=0.1, limit_s=0.2)
+    retry = dqkv.Retry(attempts=1000, first_s=0.1, limit_s=0.2)
     with running() as first, ThreadPoolExecutor(2) as pool:
         ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
-        settings = {"timeout_s": 100, "inline_nbytes": inline_nbytes or 1 << 27}
+        settings = {"timeout_s": 250, "inline_nbytes": inline_nbytes or 1 << 27}
         patient, hasty = (dqkv.Client(first.target, retry=kind, **settings) for kind in (retry, dqkv.Retry(attempts=1)))
         with patient, hasty:
             answers = [pool.submit(one.backward, **long) for one in (patient, hasty)]
             eventually(lambda: first.metric("dqkv_inflight_requests") >= 1)
             first.stop(signal.SIGKILL)
             with pytest.raises(errors.TransportError):
-                answers[1].result(10)
+                answers[1].result(120)
             with running(**ports):
-                assert answers[0].result(60).dq.shape == rows.shape
+                assert answers[0].result(250).dq.shape == rows.shape
                 assert_right(drawn, patient.backward(**arguments(drawn)))
 
 
 def test_a_region_that_the_server_lost_is_said_to_be_unknown(drawn: Drawn) -> None:
     with running() as first:
         ports = {name: str(first.address[f"{key}_port"]) for name, key in PORTS.items()}
-        client = dqkv.Client(first.target, timeout_s=60)
+        client = dqkv.Client(first.target, timeout_s=120)
         region = client.region(1 << 20)
         q = region.tensor((2, 40, 4, 64), "bf16")
         first.stop()
@@ -162,7 +162,7 @@ def test_a_server_of_another_authority_is_not_trusted(authority: Authority, tmp_
         ):
             retry = dqkv.Retry(attempts=1)
             with (
-                dqkv.Client(server.target, tls=tls, retry=retry, timeout_s=20) as one,
+                dqkv.Client(server.target, tls=tls, retry=retry, timeout_s=120) as one,
                 pytest.raises(errors.TransportError) as caught,
             ):
                 one.backward(**arguments(drawn))

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from rig.caller import Caller, posix
 from rig.process import children
-from rig.server import Running, running
+from rig.server import running
 from rig.wire import assert_right, inline_gradients, role_number, sample, unary_request
 
 from dqkv.v1 import gradient_pb2 as pb
@@ -55,10 +55,11 @@ def address_space_nbytes(pid: int) -> int:
     return int(next(line.split()[1] for line in fields if line.startswith("VmPeak"))) << 10
 
 
-def test_a_request_beyond_the_devices_memory_is_refused_and_the_next_is_answered(server: Running, sparse: str) -> None:
+def test_a_request_beyond_the_devices_memory_is_refused_and_the_next_is_answered(sparse: str) -> None:
     """A named segment is not safe to map, so the device has to copy it, and has no room for that."""
-    (plain,) = children(server.process.pid)
-    limit = address_space_nbytes(plain) + ROOM_NBYTES
+    with running() as plain:
+        (device,) = children(plain.process.pid)
+        limit = address_space_nbytes(device) + ROOM_NBYTES
     with running(worker_memory_bytes=str(limit)) as small, Caller(small) as caller:
         (device,) = children(small.process.pid)
         handle = caller.ask(caller.regions.RegisterRegion, posix(sparse, 4 * GIB)).handle

@@ -82,7 +82,7 @@ def test_memory_that_is_full_is_an_error_in_words_and_no_process_ends() -> None:
                 assert_right(ONE, inline_gradients(ONE, caller.ask(caller.gradients.Backward, unary_request(ONE))))
             assert os.listdir(SHM) == []
             # Its threads are started by this one, so that they, too, have little shared memory.
-            with dqkv.Client(server.target, timeout_s=30) as client:
+            with dqkv.Client(server.target, timeout_s=120) as client:
                 refuse_regions_that_find_no_room(client)
             assert os.listdir(SHM) == []
             assert children(server.process.pid) == workers

@@ -25,8 +25,8 @@ def has_driver() -> bool:
 def notes_of(server: Running) -> list[str]:
     """What an operator and a caller are told, which is the same."""
     with open_channel(server.target) as channel:
-        told = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=30).notes
-        report = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(sample()), timeout=30).report
+        told = stubs.CapabilityServiceStub(channel).GetCapabilities(pb.GetCapabilitiesRequest(), timeout=120).notes
+        report = stubs.AttentionGradientServiceStub(channel).Backward(unary_request(sample()), timeout=120).report
     info = json.loads(server.http("/v1/info")[1])
     assert list(told) == info["notes"]
     assert [device["name"] for device in info["devices"]] == ["cpu:0"]

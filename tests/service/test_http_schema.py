@@ -16,7 +16,7 @@ def test_every_answer_is_as_described(server: Running, tmp_path: Path) -> None:
     operations = sum(len(methods) for methods in json.loads(server.http("/openapi.json")[1])["paths"].values())
     assert operations >= 4
     command = [sys.executable, "-m", "schemathesis.cli", "run", url]
-    options = ["--checks=all", "--max-examples=20", "--seed=7", "--no-color", "--request-timeout=10"]
-    result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    options = ["--checks=all", "--max-examples=20", "--seed=7", "--no-color", "--request-timeout=120"]
+    result = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert f"Tested: {operations}" in result.stdout, result.stdout

@@ -71,7 +71,7 @@ async def test_a_fault_is_told_by_its_request_id_alone(broken: Any, call: Callab
 async def test_a_fault_behind_http_tells_nothing(broken: Any) -> None:
     def get(path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{broken.address['http_port']}{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{broken.address['http_port']}{path}", timeout=120) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -17,17 +17,18 @@ import pytest
 from rig import regional
 from rig.caller import Caller
 from rig.memory import SHM, PosixMemory, segment_names
-from rig.process import wait_for
+from rig.process import children, paused, wait_for
 from rig.server import Running, running
-from rig.wire import ROLES, Failure, assert_right, sample
+from rig.wire import ROLES, Failure, assert_right, failure_of, sample
 
 import dqkv
 from dqkv.v1 import gradient_pb2 as pb
 
 ONE = sample()
 NBYTES = regional.nbytes(ONE)
-SLOW = sample(1024, 4, 64)
 UNKNOWN = (grpc.StatusCode.NOT_FOUND, "REGION_UNKNOWN")
+LEASES_S = (0.6, 3.0, 15.0)
+"""The longer ones are for a machine that stands still for longer than the ones before."""
 EXPIRED = (grpc.StatusCode.FAILED_PRECONDITION, "REGION_LEASE_EXPIRED")
 
 
@@ -74,36 +75,58 @@ def test_a_released_handle_is_never_good_again(caller: Caller, memory: PosixMemo
     assert_right(ONE, regional.gradients(memory.bytes, ONE))
 
 
-def test_a_release_waits_for_the_request_that_uses_the_region(caller: Caller) -> None:
-    with PosixMemory(regional.nbytes(SLOW)) as memory:
-        regional.fill(memory.bytes, SLOW)
-        handle = caller.register(memory)
-        request = regional.request(SLOW, handle)
-        future = caller.gradients.Backward.future(request, timeout=30, metadata=caller.metadata)
+def test_a_release_waits_for_the_request_that_uses_the_region(
+    server: Running, caller: Caller, memory: PosixMemory
+) -> None:
+    handle = caller.register(memory)
+    with paused(*children(server.process.pid)):
+        request = regional.request(ONE, handle)
+        future = caller.gradients.Backward.future(request, timeout=120, metadata=caller.metadata)
         wait_for(lambda: [region for region in caller.list_regions() if region.in_use], "the request is in flight")
-        release(caller, handle)
-        # What was running is done when release returns.
-        assert_right(SLOW, regional.gradients(memory.bytes, SLOW))
-        future.result()
-        assert [how(refused) for refused in uses(caller, handle)] == [UNKNOWN] * 4
+        releasing = caller.regions.ReleaseRegion.future(
+            pb.ReleaseRegionRequest(handle=handle), timeout=120, metadata=caller.metadata
+        )
+        wait_for(lambda: not caller.list_regions(), "the release has begun")
+        assert not releasing.done()
+    releasing.result()
+    # What was running is done when release returns.
+    assert_right(ONE, regional.gradients(memory.bytes, ONE))
+    future.result()
+    assert [how(refused) for refused in uses(caller, handle)] == [UNKNOWN] * 4
 
 
 def test_a_region_ends_with_its_lease(server: Running, caller: Caller, memory: PosixMemory) -> None:
     expired = server.metric("dqkv_region_events_total", event="expire")
     handle = caller.register(memory, lease_s=0.5)
-    assert 0 < caller.list_regions()[0].lease_s <= 0.5
+    # None where this machine took longer than the lease to ask.
+    assert all(0 < region.lease_s <= 0.5 for region in caller.list_regions())
     wait_for(lambda: not caller.list_regions(), "the lease runs out")
     assert [how(refused) for refused in uses(caller, handle)] == [EXPIRED] * 4
     with Caller(server) as stranger:
         assert [how(refused) for refused in uses(stranger, handle)] == [UNKNOWN] * 4
-    wait_for(lambda: server.metric("dqkv_region_events_total", event="expire") == expired + 1, "it is closed")
+    wait_for(lambda: server.metric("dqkv_region_events_total", event="expire") > expired, "it is closed")
     assert caller.register(memory) != handle
 
 
 @pytest.mark.parametrize("by", ["renewal", "use"])
 def test_a_lease_is_renewed(caller: Caller, memory: PosixMemory, by: str) -> None:
     """Asked for or used every half lease, the region outlives several leases."""
-    lease_s = 0.8
+    for lease_s in LEASES_S:
+        try:
+            handle = outlive(caller, memory, by, lease_s)
+        except grpc.RpcError as error:
+            if how(failure_of(error)) != EXPIRED:
+                raise
+            # Not in time, as on a machine that stands still: a longer lease has to do.
+            continue
+        assert [region.handle for region in caller.list_regions()] == [handle]
+        release(caller, handle)
+        return
+    pytest.fail("no lease was renewed")
+
+
+def outlive(caller: Caller, memory: PosixMemory, by: str, lease_s: float) -> bytes:
+    """The handle of a region whose lease has been renewed for two leases. Raises grpc.RpcError once it has ended."""
     handle = caller.register(memory, lease_s=lease_s)
     for _ in range(4):
         time.sleep(lease_s / 2)
@@ -112,7 +135,7 @@ def test_a_lease_is_renewed(caller: Caller, memory: PosixMemory, by: str) -> Non
             assert answer.lease_s == pytest.approx(lease_s)
         else:
             caller.ask(caller.gradients.Backward, regional.request(ONE, handle))
-    assert [region.handle for region in caller.list_regions()] == [handle]
+    return handle
 
 
 @pytest.mark.parametrize("lease_s", [-1.0, float("nan"), float("inf"), 1e9, -0.5])
@@ -140,7 +163,7 @@ def test_a_client_that_dies_leaves_nothing_behind_its_lease() -> None:
             try:
                 assert client.stdout is not None
                 assert client.stdout.readline().strip() == "open"
-                assert server.metric("dqkv_region_bytes", kind="posix") == 1 << 20
+                assert server.metric("dqkv_region_events_total", kind="posix", event="register") == 1
             finally:
                 client.kill()
         wait_for(lambda: segment_names() <= names, "no name is left; others of this machine come and go")
@@ -148,8 +171,8 @@ def test_a_client_that_dies_leaves_nothing_behind_its_lease() -> None:
 
 
 # ---- requests that were given up
-LONG_ROWS = (1, 2048, 8, 64)
-"""Some tenths of a second on one core, written all the while."""
+LONG_ROWS = (1, 16384, 1, 64)
+"""Seconds on one core, so that it is given up in the middle."""
 MARK = 7.0
 REGION_NBYTES = 9 * 4 * int(np.prod(LONG_ROWS))
 
@@ -168,7 +191,7 @@ def long_request(region: dqkv.Region | dqkv.AsyncRegion) -> dict[str, np.ndarray
 
 
 def is_left_alone(arrays: dict[str, np.ndarray]) -> bool:
-    """Whether gradients' memory, marked now, is as it was after the time that the whole request would have taken."""
+    """Whether gradients' memory, marked now, is as it was after a time in which the request would have written more."""
     for role in ("dq", "dk", "dv"):
         arrays[role][...] = MARK
     time.sleep(0.6)
@@ -179,7 +202,7 @@ def is_left_alone(arrays: dict[str, np.ndarray]) -> bool:
 async def test_nothing_is_written_after_a_cancelled_request_has_ended(server: Running, delay_s: float) -> None:
     """The caller may use the memory for something else as soon as it has its answer, whatever that is."""
     async with (
-        dqkv.AsyncClient(server.target, timeout_s=60) as client,
+        dqkv.AsyncClient(server.target, timeout_s=120) as client,
         await client.region(REGION_NBYTES, kind="memfd") as region,
     ):
         arrays = long_request(region)
@@ -195,7 +218,7 @@ async def test_nothing_is_written_after_a_cancelled_request_has_ended(server: Ru
 def test_nothing_is_written_after_a_deadline_has_passed(server: Running, inline_nbytes: int | None) -> None:
     """Whether the server refuses it at once, because it predicts more, or gives it up in the middle."""
     with (
-        dqkv.Client(server.target, timeout_s=60, inline_nbytes=inline_nbytes) as client,
+        dqkv.Client(server.target, timeout_s=120, inline_nbytes=inline_nbytes) as client,
         client.region(REGION_NBYTES, kind="memfd") as region,
     ):
         arrays = long_request(region)
@@ -227,7 +250,7 @@ def test_a_client_s_segment_outlives_the_servers_that_opened_it() -> None:
 
 def test_arrays_over_a_region_outlive_it(server: Running) -> None:
     """Closing the region with views alive raises nothing and takes nothing away; the arrays then go by message."""
-    with dqkv.Client(server.target, timeout_s=30) as client:
+    with dqkv.Client(server.target, timeout_s=120) as client:
         region = client.region(NBYTES, kind="posix", label="views")
         places = regional.layout(ONE)
         arrays = {

@@ -174,7 +174,7 @@ def test_a_size_above_what_the_wire_can_say_is_a_negative_one(caller: Caller, me
     raw = pb.RegisterRegionRequest(posix=pb.PosixSharedMemory(name=memory.name)).SerializeToString()
     raw += bytes((3 << 3,)) + b"\xff" * 9 + b"\x01"
     call = caller.channel.unary_unary("/dqkv.v1.RegionService/RegisterRegion")
-    refused = refusal(lambda: call(raw, timeout=10, metadata=caller.metadata))
+    refused = refusal(lambda: call(raw, timeout=120, metadata=caller.metadata))
     assert (refused.code, refused.reason) == INVALID
     assert "-1" in refused.message
 

@@ -14,7 +14,7 @@ import pytest
 from rig import doorbell, regional
 from rig.caller import Caller, posix
 from rig.memory import PosixMemory, memfd
-from rig.process import children, wait_for
+from rig.process import children, paused, wait_for
 from rig.server import Running
 from rig.wire import Failure, assert_right, failure_of, inline_gradients, sample, unary_request
 
@@ -23,7 +23,7 @@ from dqkv.v1 import gradient_pb2 as pb
 ONE = sample()
 NBYTES = regional.nbytes(ONE)
 SLOW = sample(1024, 4, 64)
-"""Long enough on one core that another request comes while it runs."""
+"""Long enough on one core that its memory can be cut short while it runs."""
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 BOUNDS = (grpc.StatusCode.OUT_OF_RANGE, "REGION_BOUNDS")
 OVERFLOW = (INVALID, "SIZE_OVERFLOW")
@@ -218,7 +218,7 @@ def test_memory_cut_short_while_a_request_runs_harms_nobody_else(
         request = regional.request(SLOW, handle)
         del request.problem.outputs[:]
         began = time.monotonic()
-        future = caller.gradients.Backward.future(request, timeout=30, metadata=caller.metadata)
+        future = caller.gradients.Backward.future(request, timeout=120, metadata=caller.metadata)
         time.sleep(delay_s)
         os.ftruncate(memory.fd, 4096)
         assert_right(ONE, inline_gradients(ONE, backward(other, unary_request(ONE))))
@@ -241,8 +241,8 @@ def test_gradients_are_never_written_past_a_region_that_was_cut_short(
     with PosixMemory(regional.nbytes(SLOW)) as memory:
         regional.fill(memory.bytes, SLOW)
         handle = caller.register(memory)
-        future = caller.gradients.Backward.future(regional.request(SLOW, handle), timeout=30, metadata=caller.metadata)
-        wait_for(lambda: [region for region in caller.list_regions() if region.in_use], "the request runs")
+        future = caller.gradients.Backward.future(regional.request(SLOW, handle), timeout=120, metadata=caller.metadata)
+        wait_for(lambda: future.done() or any(region.in_use for region in caller.list_regions()), "the request runs")
         # The inputs have been read by now, or are being read.
         time.sleep(0.1)
         size = regional.layout(SLOW)["dk"] + 64 if isinstance(cut, str) else cut
@@ -341,22 +341,24 @@ def test_an_output_whose_elements_share_bytes_is_refused(caller: Caller, memory:
 
 
 def test_of_two_requests_in_flight_the_second_writer_is_refused(server: Running, caller: Caller) -> None:
-    """And so is one that reads what the first writes; others' requests go on."""
-    with PosixMemory(regional.nbytes(SLOW)) as memory:
-        regional.fill(memory.bytes, SLOW)
+    """And so is one that reads what the first writes."""
+    with PosixMemory(NBYTES) as memory:
+        regional.fill(memory.bytes, ONE)
         handle = caller.register(memory)
         again = caller.register(memory)
-        request = regional.request(SLOW, handle)
-        future = caller.gradients.Backward.future(request, timeout=30, metadata=caller.metadata)
-        wait_for(lambda: [region for region in caller.list_regions() if region.in_use], "the request is in flight")
-        assert how(caller.refused(caller.gradients.Backward, request)) == BUSY
-        assert how(caller.refused(caller.gradients.Backward, regional.request(SLOW, again))) == BUSY
-        reader = unary_request(ONE)
-        reader.problem.tensors[0].region.CopyFrom(pb.RegionSlice(handle=again, byte_offset=regional.layout(SLOW)["dq"]))
-        reader.ClearField("checksum")
-        assert how(caller.refused(caller.gradients.Backward, reader)) == BUSY
+        request = regional.request(ONE, handle)
+        with paused(*children(server.process.pid)):
+            future = caller.gradients.Backward.future(request, timeout=120, metadata=caller.metadata)
+            wait_for(lambda: [region for region in caller.list_regions() if region.in_use], "the request is in flight")
+            assert how(caller.refused(caller.gradients.Backward, request)) == BUSY
+            assert how(caller.refused(caller.gradients.Backward, regional.request(ONE, again))) == BUSY
+            reader = unary_request(ONE)
+            written = pb.RegionSlice(handle=again, byte_offset=regional.layout(ONE)["dq"])
+            reader.problem.tensors[0].region.CopyFrom(written)
+            reader.ClearField("checksum")
+            assert how(caller.refused(caller.gradients.Backward, reader)) == BUSY
         future.result()
-        assert_right(SLOW, regional.gradients(memory.bytes, SLOW))
+        assert_right(ONE, regional.gradients(memory.bytes, ONE))
         assert how_many_in_use(caller) == 0
         backward(caller, request)
 
@@ -365,7 +367,7 @@ def test_two_requests_may_read_the_same_memory(caller: Caller, memory: PosixMemo
     handle = caller.register(memory)
     request = regional.request(ONE, handle)
     del request.problem.outputs[:]
-    futures = [caller.gradients.Backward.future(request, timeout=30, metadata=caller.metadata) for _ in range(4)]
+    futures = [caller.gradients.Backward.future(request, timeout=120, metadata=caller.metadata) for _ in range(4)]
     for future in futures:
         assert_right(ONE, inline_gradients(ONE, future.result()))
 

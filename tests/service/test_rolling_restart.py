@@ -13,7 +13,7 @@ from rig.wire import assert_right, sample
 import dqkv
 
 ONE = sample(48, 2, 32)
-PATIENT = dqkv.Retry(attempts=60, limit_s=0.5)
+PATIENT = dqkv.Retry(attempts=500, limit_s=0.5)
 CLIENTS = 4
 
 
@@ -31,12 +31,12 @@ class Load:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
 
     def _ask(self, target: str, number: int) -> None:
         inline_nbytes = -1 if number % 2 else None
         try:
-            with dqkv.Client(target, retry=PATIENT, timeout_s=60, inline_nbytes=inline_nbytes) as client:
+            with dqkv.Client(target, retry=PATIENT, timeout_s=120, inline_nbytes=inline_nbytes) as client:
                 while not self._stop.is_set():
                     answer = client.backward(**ONE.inputs)
                     assert_right(ONE, {role: getattr(answer, role) for role in ONE.gradients})
@@ -50,9 +50,7 @@ def test_a_server_replaced_under_load_loses_no_request() -> None:
         ports = {"port": str(old.address["grpc_port"]), "stream_port": str(old.address["stream_port"])}
         load = Load(old.target)
         try:
-            wait_for(
-                lambda: len(load.answered) == CLIENTS and load.answered.total() > 10 * CLIENTS, "there is load", 30
-            )
+            wait_for(lambda: len(load.answered) == CLIENTS and load.answered.total() > 10 * CLIENTS, "there is load")
             began = time.monotonic()
             assert old.stop() == 0
             stopped_s = time.monotonic() - began
@@ -61,7 +59,6 @@ def test_a_server_replaced_under_load_loses_no_request() -> None:
                 wait_for(
                     lambda: all(load.answered[number] > before[number] + 2 for number in range(CLIENTS)) or load.failed,
                     "every client is answered by the new server",
-                    30,
                 )
                 load.stop()
                 assert new.metric("dqkv_requests_total", code="OK") > CLIENTS

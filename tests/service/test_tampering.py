@@ -50,7 +50,7 @@ def proxy(ports: list[int], request: pytest.FixtureRequest) -> Iterator[Tamperin
 
 
 def through(ports: list[int], inline_nbytes: int) -> dqkv.Client:
-    return dqkv.Client(f"{ADDRESS}:{ports[0]}", retry=ONCE, timeout_s=20, inline_nbytes=inline_nbytes)
+    return dqkv.Client(f"{ADDRESS}:{ports[0]}", retry=ONCE, timeout_s=120, inline_nbytes=inline_nbytes)
 
 
 @pytest.mark.parametrize("proxy", [Direction.UP], indirect=True)
