@@ -28,8 +28,8 @@ class Tile:
     head_dim, head_dim_v: padded widths. tile_m queries and tile_n keys a step; stages_q and stages_dout copies of Q and
     dO in shared memory. warps_m_s, warps_n_kv, warps_m_q: warps along the rows of S and dP, of dK and dV, and of dQ (of
     a warpgroup's part of it, where it has one). red_width: floats that one atomic instruction adds. dq_split: whether
-    each warpgroup holds some "rows" or "columns" of a tile of dQ, or its warps share it ("none"). main_loop: the
-    program, as device/ names them.
+    each warpgroup holds some "rows" or "columns" of a tile of dQ, its warps share it ("none"), or tensor memory holds
+    it, a row in each of its "lanes". main_loop: the program, as device/ names them.
     """
 
     head_dim: int
@@ -49,7 +49,7 @@ class Tile:
     @property
     def dq_parts(self) -> int:
         """Into how many parts, a warpgroup each, a tile of dQ is split by rows or columns."""
-        return 1 if self.dq_split == "none" else self.num_threads // 128
+        return self.num_threads // 128 if self.dq_split in ("rows", "columns") else 1
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -129,12 +129,32 @@ _WGMMA = (
     _wgmma_row((256, 256), (64, 64), (2, 2), "sm90_wide"),
 )
 
+
+def _tcgen05_row(widths: tuple[int, int], tile_n: int, stages: tuple[int, int], main_loop: str) -> Tile:
+    """128 queries a step, as many as tensor memory has lanes. stages: of Q and of dO."""
+    row = _row(widths, (128, tile_n), stages[0], (4, 4, 4))
+    return replace(row, stages_dout=stages[1], dq_split="lanes", main_loop=main_loop)
+
+
+_TCGEN05 = (
+    # S, P, dP, dK, dV and dQ all fit the 512 columns of tensor memory
+    _tcgen05_row((64, 64), 128, (2, 2), "sm100"),
+    # dQ takes the columns of dP
+    _tcgen05_row((128, 128), 128, (2, 1), "sm100"),
+    # dK and dV of 64 keys, transposed, leave room for half of dQ; the other half takes the columns of S and dP
+    _tcgen05_row((256, 128), 64, (1, 1), "sm100_wide"),
+    _tcgen05_row((256, 256), 64, (1, 1), "sm100_wide"),
+)
+
 _ROWS = {
     (80, "sm_80"): _LARGE,
     (80, "sm_86"): _SMALL,
     (80, "sm_90a"): _HOPPER,
     (80, "sm_120"): _SMALL,
     (90, "sm_90a"): _WGMMA,
+    (100, "sm_100a"): _TCGEN05,
+    # for the postprocess alone: the order of its accumulator can be run where there is no tensor memory
+    (100, "sm_90a"): _TCGEN05,
 }
 
 

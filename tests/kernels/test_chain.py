@@ -109,19 +109,6 @@ def test_warps_share_every_tile_evenly(target):
             assert columns % (16 * (warps // warps_rows)) == 0
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_the_order_of_dq_accum_uses_every_place_once(width):
-    index = pytest.importorskip("dqkv_kernels.device.accumulator", reason="needs the compile extra").index
-    tile = rows_of(90, "sm_90a")[0]
-    registers = tile.tile_m * tile.head_dim // tile.num_threads
-    places = {
-        index(register, thread, tile.num_threads, width)
-        for register in range(registers)
-        for thread in range(tile.num_threads)
-    }
-    assert places == set(range(tile.tile_m * tile.head_dim))
-
-
 def test_names_of_kernels_are_all_different_and_give_back_their_key():
     keys = [key for arch, target in PAIRS for key in default_set(arch, target)]
     assert len({key.name for key in keys}) == len(keys)

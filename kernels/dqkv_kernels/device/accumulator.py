@@ -1,7 +1,9 @@
-"""The order of dq_accum: a tile_m x head_dim block for each tile of queries, as the registers that made it hold it.
+"""The order of dq_accum: a tile_m x head_dim block for each tile of queries, as what made it holds it.
 
-Register i of thread t lies at float (i // width) * width * num_threads + t * width + i % width, so that what a warp
-adds in one instruction is contiguous. `width` is 4 where red.global.add.v4.f32 exists, else 1.
+mma.sync and wgmma leave it in registers: register i of thread t lies at float (i // width) * width * num_threads +
+t * width + i % width, so that what a warp adds in one instruction is contiguous. `width` is 4 where
+red.global.add.v4.f32 exists, else 1. tcgen05 leaves it in tensor memory, a row of the tile in each lane: four columns
+of a row are a vector, and the vectors of all rows at the same columns lie side by side.
 """
 
 import cutlass.cute as cute
@@ -44,3 +46,30 @@ def read(address, fragment, tid, num_threads, width):
 def index(register, thread, num_threads, width):
     """The place (in floats) of a thread's register in the block: plain integers, for the host and tests."""
     return register // width * width * num_threads + thread * width + register % width
+
+
+LANE_ROWS, LANE_VECTORS = 4, 8
+"""Rows and vectors of four columns that a warp reads at once of a block made of lanes: both ways whole sectors."""
+CHUNK = 4 * LANE_VECTORS
+"""Columns of a row that a warp reads at once."""
+
+
+def lanes_place(tid, step, chunk, num_threads):
+    """(row, column) of the four columns that a thread reads in a step of rows and a chunk of 32 columns."""
+    rows_a_step = num_threads // 32 * LANE_ROWS
+    row = step * rows_a_step + tid // 32 * LANE_ROWS + tid % 32 // LANE_VECTORS
+    return row, chunk * CHUNK + tid % LANE_VECTORS * 4
+
+
+def lanes_index(row, column, tile_m):
+    """The place (in floats) of a row's vector of four columns, the first of them `column`, in a block made of lanes."""
+    return column * tile_m + row * 4
+
+
+def read_lanes(address, row, column, tile_m):
+    """Four columns of a row from the block that starts at the Int64 byte `address`."""
+    return cute.arch.inline_ptx(
+        "ld.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address + Int64(lanes_index(row, column, tile_m) * 4)],
+    )

@@ -12,12 +12,17 @@ from dqkv_kernels.device.main_loop import write_pairs
 from dqkv_kernels.device.sm80.main_loop import tiled_mma
 
 
+LANES_THREADS = 256
+"""Threads of a CTA where the accumulator comes from tensor memory: its order leaves their number open."""
+
+
 class Postprocess:
     """The kernel of one tile row. grad_dtype: of dq."""
 
     def __init__(self, tile, grad_dtype):
         self.tile, self.grad_dtype = tile, grad_dtype
-        self.num_threads = tile.num_threads
+        self.of_lanes = tile.dq_split == "lanes"
+        self.num_threads = LANES_THREADS if self.of_lanes else tile.num_threads
 
     @cute.jit
     def __call__(
@@ -61,7 +66,10 @@ class Postprocess:
         head = (block // tiles_q) % heads
         sequence = Sequence(sequences, block // tiles_q // heads)
         if m * self.tile.tile_m < sequence.seqlen_q:
-            self.convert(dq_accum, dq, sequence, head, m, padded_rows, scale, mma, tid)
+            if const_expr(self.of_lanes):
+                self.convert_lanes(dq_accum, dq, sequence, head, m, padded_rows, scale, tid)
+            else:
+                self.convert(dq_accum, dq, sequence, head, m, padded_rows, scale, mma, tid)
 
     @cute.jit
     def convert(
@@ -112,3 +120,45 @@ class Postprocess:
             TileCopy(tile_m, width, self.num_threads).store(
                 Int32(shared.iterator.toint()), address, row_stride_bytes(dq), limits, tid
             )
+
+    @cute.jit
+    def convert_lanes(
+        self,
+        dq_accum: cute.Tensor,
+        dq: cute.Tensor,
+        sequence,
+        head: Int32,
+        m: Int32,
+        padded_rows,
+        scale: Float32,
+        tid: Int32,
+    ):
+        """One tile whose accumulator has a row in each lane: a thread takes four columns of a row at a time."""
+        tile_m, width = self.tile.tile_m, self.tile.head_dim
+        row = m * tile_m
+        limits = (sequence.seqlen_q - row, dq.shape[3])
+        address, pitch = query_address(sequence, dq, head, row), row_stride_bytes(dq)
+        source = dq_accum.iterator.toint() + padded_index(sequence, padded_rows, head, row) * (width * 4)
+        element_bytes = self.grad_dtype.width // 8
+        for step in cutlass.range_constexpr(tile_m // (self.num_threads // 32 * accumulator.LANE_ROWS)):
+            for chunk in cutlass.range_constexpr(width // accumulator.CHUNK):
+                here, column = accumulator.lanes_place(tid, step, chunk, self.num_threads)
+                values = accumulator.read_lanes(source, here, column, tile_m)
+                rounded = cute.make_rmem_tensor(cute.make_layout(4), self.grad_dtype)
+                for j in cutlass.range_constexpr(4):
+                    rounded[j] = (values[j] * scale).to(self.grad_dtype)
+                words = cute.recast_tensor(rounded, Int32)
+                exists = (here < limits[0]) & (column < limits[1])
+                target = address + Int64(here) * pitch + Int64(column * element_bytes)
+                if const_expr(self.grad_dtype is Float32):
+                    cute.arch.inline_ptx(
+                        "st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
+                        read_only_args=[target, words[0], words[1], words[2], words[3]],
+                        predicate=exists,
+                    )
+                else:
+                    cute.arch.inline_ptx(
+                        "st.global.v2.b32 [{$r0}], { {$r1}, {$r2} };",
+                        read_only_args=[target, words[0], words[1]],
+                        predicate=exists,
+                    )
