@@ -36,6 +36,8 @@ pytestmark = pytest.mark.numpy_only
 FAST = Retry(first_s=0.001, limit_s=0.01)
 Q = np.arange(2 * 8 * 2 * 16, dtype=np.float32).reshape(2, 8, 2, 16).astype(np.float16)
 DELTA = np.zeros((2, 2, 8), np.float32)
+PATIENCE_S = 60.0
+"""More than any time that a client is given here, less than a server is silent."""
 
 
 @dataclass
@@ -103,12 +105,12 @@ def failing(error: errors.DqkvError) -> Callable[[pb.BackwardRequest], pb.Backwa
 
 
 def ask(address: str, **given: Any) -> dqkv.Gradients[Any]:
-    with dqkv.Client(address, retry=FAST, timeout_s=20) as client:
+    with dqkv.Client(address, retry=FAST, timeout_s=120) as client:
         return client.backward(Q, Q + 1, Q + 2, Q, delta=DELTA, **given)
 
 
 def ask_by_stream(address: str) -> None:
-    with dqkv.Client(address, inline_nbytes=-1, timeout_s=20) as client:
+    with dqkv.Client(address, inline_nbytes=-1, timeout_s=120) as client:
         client.backward(Q, Q, Q, Q, delta=DELTA)
 
 
@@ -176,12 +178,12 @@ def test_attempts_are_bounded() -> None:
 
 
 def test_a_wait_past_the_deadline_is_not_begun() -> None:
-    script = Script([failing(errors.QueueFull("full", retry_after_s=60.0))])
+    script = Script([failing(errors.QueueFull("full", retry_after_s=6000.0))])
     began = time.monotonic()
     with serving(script) as address, pytest.raises(errors.QueueFull) as caught:
-        ask(address, timeout_s=5)
-    assert time.monotonic() - began < 4
-    assert caught.value.retry_after_s == 60.0
+        ask(address, timeout_s=200)
+    assert time.monotonic() - began < 100, "it waits for neither"
+    assert caught.value.retry_after_s == 6000.0
     assert len(script.seen) == 1
 
 
@@ -282,7 +284,7 @@ def test_a_stream_cut_before_its_trailer_is_refused_though_all_bytes_came() -> N
 # ---- cancellation and deadlines
 def slow(release: threading.Event) -> Callable[[pb.BackwardRequest], pb.BackwardResponse]:
     def step(request: pb.BackwardRequest) -> pb.BackwardResponse:
-        release.wait(20)
+        release.wait(2 * PATIENCE_S)
         return answer(request)
 
     return step
@@ -294,11 +296,11 @@ async def test_cancelling_a_task_cancels_its_unary_call() -> None:
     with serving(script) as address:
         async with dqkv.AsyncClient(address) as client:
             task = asyncio.create_task(client.backward(Q, Q, Q, Q, delta=DELTA))
-            assert await asyncio.to_thread(script.arrived.wait, 10)
+            assert await asyncio.to_thread(script.arrived.wait, 120)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert await asyncio.to_thread(script.cancelled.wait, 10)
+            assert await asyncio.to_thread(script.cancelled.wait, 120)
         release.set()
 
 
@@ -310,7 +312,7 @@ async def test_cancelling_a_task_ends_its_stream_before_it_raises() -> None:
         try:
             for _ in requests:
                 pass
-            ended.wait(20)
+            ended.wait(120)
         finally:
             ended.set()
         yield pb.BackwardStreamResponse()
@@ -318,10 +320,10 @@ async def test_cancelling_a_task_ends_its_stream_before_it_raises() -> None:
     with serving(Script(stream=stream)) as address:
         async with dqkv.AsyncClient(address, inline_nbytes=-1) as client:
             task = asyncio.create_task(client.backward(Q, Q, Q, Q, delta=DELTA))
-            assert await asyncio.to_thread(started.wait, 10)
+            assert await asyncio.to_thread(started.wait, 120)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 120)
         ended.set()
 
 
@@ -336,7 +338,7 @@ class Streaming:
         for _ in requests:
             pass
         self.begun.release()
-        self.release.wait(20)
+        self.release.wait(2 * PATIENCE_S)
         yield pb.BackwardStreamResponse()
 
 
@@ -351,12 +353,12 @@ async def test_a_cancelled_stream_has_ended_when_it_raises_and_leaves_no_error_t
         async with dqkv.AsyncClient(address, inline_nbytes=-1) as client:
             for _ in range(3):
                 task = asyncio.create_task(client.backward(Q, Q, Q, Q, delta=DELTA))
-                assert await asyncio.to_thread(stream.begun.acquire, timeout=10)
+                assert await asyncio.to_thread(stream.begun.acquire, timeout=120)
                 for _ in range(cancels):
                     task.cancel()
                     await asyncio.sleep(0)
                 with pytest.raises(asyncio.CancelledError):
-                    await asyncio.wait_for(task, 10)
+                    await asyncio.wait_for(task, 120)
                 del task
         stream.release.set()
     gc.collect()
@@ -368,7 +370,7 @@ async def test_however_often_a_task_is_cancelled_its_work_has_ended_before_it_ra
     waiting, release, ended = OnLoop(), threading.Event(), threading.Event()
 
     def run() -> None:
-        release.wait(20)
+        release.wait(2 * PATIENCE_S)
         ended.set()
         raise errors.Cancelled("late")
 
@@ -387,13 +389,15 @@ async def test_however_often_a_task_is_cancelled_its_work_has_ended_before_it_ra
 
 async def test_cancelling_what_no_thread_has_begun_waits_for_no_thread() -> None:
     waiting, release, ran = OnLoop(), threading.Event(), threading.Event()
-    busy = [asyncio.create_task(waiting.work(lambda: release.wait(20), release.set)) for _ in range(THREADS)]
+    busy = [
+        asyncio.create_task(waiting.work(lambda: release.wait(2 * PATIENCE_S), release.set)) for _ in range(THREADS)
+    ]
     await asyncio.sleep(0.05)
     queued = asyncio.create_task(waiting.work(ran.set, lambda: None))
     await asyncio.sleep(0.05)
     queued.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.shield(queued), 5)
+        await asyncio.wait_for(asyncio.shield(queued), 60)
     assert not release.is_set()
     release.set()
     assert await asyncio.gather(*busy) == [True] * THREADS
@@ -455,7 +459,7 @@ def test_the_shorter_time_holds_also_for_what_is_asked_first(what: str, inline_n
 
     class Mute(Script):
         def GetCapabilities(self, request: Any, context: grpc.ServicerContext) -> pb.GetCapabilitiesResponse:
-            release.wait(20)
+            release.wait(2 * PATIENCE_S)
             return super().GetCapabilities(request, context)
 
     with serving(Mute([answer])) as address:
@@ -467,7 +471,7 @@ def test_the_shorter_time_holds_also_for_what_is_asked_first(what: str, inline_n
             ASKING[what](client)
         with dqkv.Client(address, inline_nbytes=inline_nbytes) as client, pytest.raises(errors.WontFinish):
             client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < PATIENCE_S
         release.set()
 
 
@@ -476,7 +480,7 @@ def test_a_deadline_ends_the_call(inline_nbytes: int | None) -> None:
     release = threading.Event()
 
     def stream(_: Iterator[Any]) -> Iterator[Any]:
-        release.wait(20)
+        release.wait(2 * PATIENCE_S)
         yield from ()
 
     script = Script([slow(release)], stream=stream)
@@ -484,7 +488,7 @@ def test_a_deadline_ends_the_call(inline_nbytes: int | None) -> None:
         began = time.monotonic()
         with pytest.raises(errors.WontFinish):
             client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < PATIENCE_S
         with pytest.raises(errors.WontFinish):
             client.backward(Q, Q, Q, Q, delta=DELTA, timeout_s=0.0)
         release.set()
@@ -496,17 +500,17 @@ def test_closing_the_client_ends_the_calls_of_other_threads(inline_nbytes: int |
 
     def stream(_: Iterator[Any]) -> Iterator[Any]:
         arrived.set()
-        release.wait(20)
+        release.wait(2 * PATIENCE_S)
         yield from ()
 
     script = Script([slow(release)], arrived=arrived, stream=stream)
     with serving(script) as address, ThreadPoolExecutor(1) as pool:
-        client = dqkv.Client(address, inline_nbytes=inline_nbytes, timeout_s=60)
+        client = dqkv.Client(address, inline_nbytes=inline_nbytes, timeout_s=120)
         asked = pool.submit(client.backward, Q, Q, Q, Q, delta=DELTA)
-        assert arrived.wait(10)
+        assert arrived.wait(120)
         client.close()
         with pytest.raises(errors.Cancelled):
-            asked.result(10)
+            asked.result(120)
         release.set()
 
 
@@ -516,7 +520,7 @@ def test_an_interrupt_ends_a_blocking_call(inline_nbytes: int | None) -> None:
 
     def stream(_: Iterator[Any]) -> Iterator[Any]:
         arrived.set()
-        release.wait(20)
+        release.wait(2 * PATIENCE_S)
         yield from ()
 
     program = """
@@ -531,10 +535,10 @@ with dqkv.Client(sys.argv[1], inline_nbytes=None if sys.argv[2] == "None" else i
         process = subprocess.Popen(
             [sys.executable, "-c", program, address, str(inline_nbytes)], stderr=subprocess.PIPE, text=True
         )
-        assert arrived.wait(20)
+        assert arrived.wait(120)
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=120)
         release.set()
     assert process.returncode != 0
     assert "KeyboardInterrupt" in said

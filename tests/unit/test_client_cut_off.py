@@ -54,7 +54,7 @@ def test_a_call_that_the_far_side_cancels_is_sent_again_and_then_a_transport_err
     try:
         retry = dqkv.Retry(attempts=ATTEMPTS, first_s=0.001)
         with (
-            dqkv.Client(f"127.0.0.1:{port}", retry=retry, inline_nbytes=inline_nbytes, timeout_s=20) as client,
+            dqkv.Client(f"127.0.0.1:{port}", retry=retry, inline_nbytes=inline_nbytes, timeout_s=120) as client,
             pytest.raises(errors.TransportError, match="CANCELLED"),
         ):
             client.backward(ROWS, ROWS, ROWS, ROWS, delta=DELTA)

@@ -237,6 +237,6 @@ def test_a_process_that_ends_with_open_segments_leaves_no_name_and_no_complaint(
         "from dqkv.client.segment import Kind, Segment\n"
         "s = Segment(4096, Kind.POSIX); a = s.tensor((4,), 'fp32'); s.hide(); a[0] = 1\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert own_names() == before

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -30,13 +29,16 @@ from dqkv.tensor import DType, Tensor
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FAST = Backoff(initial_s=0.01, limit_s=0.05, lost_s=30.0)
-LONG = Sizes(seqlen=4096, num_heads=8, head_dim=64)
-"""Seconds of work, so that something can happen meanwhile."""
+LONG = Sizes(seqlen=1 << 18, num_heads=1, head_dim=8)
+"""Minutes of work: never waited for, so that whatever has to happen meanwhile does."""
+
+STOP_S = 60.0
+"""Far less than LONG takes, and far more than it takes to stop."""
 
 task_ids = itertools.count(1)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what it waits for happens in another process
             await asyncio.sleep(0.005)
@@ -210,7 +212,7 @@ async def test_the_front_never_waits_for_a_device_that_does_not_read() -> None:
     frames, got = messages.Frames(), []
     with theirs:
         while len(got) < len(sent):
-            data = await asyncio.wait_for(asyncio.to_thread(theirs.recv, 1 << 20), 10)
+            data = await asyncio.wait_for(asyncio.to_thread(theirs.recv, 1 << 20), 120)
             got += [messages.decode_to_device(body) for body in frames.feed(data)]
         assert got == sent
         theirs.sendall(messages.frame(messages.Refused("no")))
@@ -313,10 +315,9 @@ async def test_a_cancelled_task_is_over_only_when_the_device_stopped_writing(dev
         await asyncio.sleep(0.1)
         assert not running.done()
         os.kill(pid, signal.SIGCONT)
-        begun = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        stopped_s = time.monotonic() - begun
+        async with asyncio.timeout(STOP_S):
+            with pytest.raises(asyncio.CancelledError):
+                await running
         # The block is the caller's again: whatever it puts there now must stay.
         os.pwrite(given.block.fd, b"\x3c" * given.block.nbytes, 0)
         await asyncio.sleep(0.5)
@@ -325,7 +326,6 @@ async def test_a_cancelled_task_is_over_only_when_the_device_stopped_writing(dev
     with placed(Sizes()) as small:
         await device.run(task_of(small.problem, small.gradients), [small.block])
         device.drop_block(small.block.block_id)
-    assert stopped_s < 5
 
 
 async def test_a_process_that_does_not_give_up_a_cancelled_task_is_killed_first() -> None:
@@ -444,11 +444,10 @@ async def test_stop_ends_a_task_that_runs() -> None:
     with placed(LONG) as given:
         running = asyncio.create_task(watched.process.run(task_of(given.problem, given.gradients), [given.block]))
         await asyncio.sleep(0.2)
-        begun = time.monotonic()
-        await watched.process.stop()
-        with pytest.raises((errors.Cancelled, errors.DeviceLost)):
-            await running
-        assert time.monotonic() - begun < 10
+        async with asyncio.timeout(STOP_S):
+            await watched.process.stop()
+            with pytest.raises((errors.Cancelled, errors.DeviceLost)):
+                await running
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -474,7 +473,7 @@ async def test_the_process_ends_when_the_front_dies(busy: bool) -> None:
             await asyncio.sleep(0.2)
             assert worker.poll() is None
             ours.close()
-            assert await asyncio.to_thread(worker.wait, 10) == 3
+            assert await asyncio.to_thread(worker.wait, STOP_S) == 3
     finally:
         ours.close()
         worker.kill()

@@ -24,7 +24,7 @@ def test_source_roots_are_no_packages(root):
 
 def test_wheel_holds_the_two_packages_alone(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
@@ -40,13 +40,13 @@ def test_importing_the_client_brings_neither_torch_nor_the_server():
         "heavy = {'torch', 'fastapi', 'uvicorn', 'pydantic', 'structlog', 'dqkv.server', 'dqkv.backend'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "[]\n", "")
 
 
 def test_generated_code_imports_without_a_warning():
     command = [sys.executable, "-W", "error", "-c", "import dqkv.v1.gradient_pb2_grpc"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stderr) == (0, "")
 
 

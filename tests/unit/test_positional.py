@@ -211,7 +211,7 @@ def test_a_file_cut_during_reads_and_writes_never_ends_the_process(tmp_path):
     path = tmp_path / "segment"
     path.write_bytes(bytes(1 << 20))
     command = [sys.executable, "-c", textwrap.dedent(CUTTING_CLIENT), str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 0
 
@@ -257,6 +257,6 @@ def test_a_full_tmpfs_is_quota_bytes_and_never_ends_the_process(tmp_path):
         pytest.skip("a small tmpfs cannot be mounted here: it takes root or user namespaces")
     script = textwrap.dedent(FULL_FOLDER)
     command = [*unshare, "sh", "-c", f'{mounts} && exec "$@"', "sh", sys.executable, "-c", script, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["region QUOTA_BYTES 1.0"] * 2 + ["staging QUOTA_BYTES 1.0 0"]

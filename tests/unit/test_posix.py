@@ -163,7 +163,7 @@ def run_as(uid, script, *arguments):
     change = f"import os\nimport dqkv.memory.posix\nos.setgroups([]); os.setresgid({uid}, {uid}, {uid}); "
     change += f"os.setresuid({uid}, {uid}, {uid})\n"
     command = [sys.executable, "-c", change + textwrap.dedent(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.skipif(UID != 0, reason="changing the user takes root")
@@ -215,7 +215,7 @@ def test_attaching_and_ending_never_deletes_the_clients_memory():
         """
         for end in ("killed", "ended", "ended"):
             command = [sys.executable, "-c", textwrap.dedent(script), name, end]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert result.returncode == (-9 if end == "killed" else 0), result.stderr
             assert result.stdout in ("", "False\n")
             assert result.stderr == ""
