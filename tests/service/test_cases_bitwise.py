@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,11 +21,28 @@ REPEATS = 4
 DEVICES = ("cpu:0", "cpu:1")
 OTHER_WORK = BY_NAME["softcap50_window_gqa"]
 ROUNDS_LIMIT = 50
+STARTS = 5
 
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Ways]:
-    """A server with two devices of two threads, which are kept busy by somebody else."""
+    """A server with two devices of two threads, which are kept busy by somebody else.
+
+    One that was measured while this machine stood still gets no work before the other has a lot: then another server.
+    """
+    for _ in range(STARTS):
+        with busy_server() as one:
+            inputs, seen = build_inputs(OTHER_WORK), set()
+            for _ in range(ROUNDS_LIMIT):
+                seen.add(one.ask(inputs, Way.UNARY).report.device)
+                if seen == set(DEVICES):
+                    yield one
+                    return
+    pytest.fail("one of the devices gets no work")
+
+
+@contextmanager
+def busy_server() -> Iterator[Ways]:
     stop = threading.Event()
 
     def work(target: str) -> None:
