@@ -1,4 +1,4 @@
-"""The command line: serve, demo, check, bench and kernels."""
+"""The command line: serve, ray, demo, check, bench and kernels."""
 
 from __future__ import annotations
 
@@ -80,6 +80,34 @@ def serve(
         typer.echo(f"cannot start: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(run(loaded))
+
+
+@app.command()
+def ray(
+    workers: Annotated[int, typer.Option(min=1, help="workers in the cluster, each with one device")],
+    address: Annotated[str, typer.Option(help="host:port of the head, or auto on a node of the cluster")] = "auto",
+    cpus: Annotated[int, typer.Option(min=1, help="cores of a worker, and its threads")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=0, max=1, help="1: each worker has a GPU of its own; 0: the CPU")
+    ] = 0,
+    given: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a setting of the front")
+    ] = None,
+) -> None:
+    """Serve gradients from workers in a Ray cluster, through this process, until SIGTERM or SIGINT."""
+    _need_server_extra("ray")
+    if util.find_spec("ray") is None:
+        typer.echo("dqkv ray needs pip install 'dqkv[server,ray]'", err=True)
+        raise typer.Exit(1)
+    from dqkv.cluster.actors import Plan, run
+    from dqkv.settings import Settings, SettingsInvalid
+
+    try:
+        loaded = Settings.load(**_pairs(given or []) | {"cpu_devices": "0", "gpus": "none"})
+    except SettingsInvalid as error:
+        typer.echo(f"cannot start: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(run(loaded, Plan(address=address, workers=workers, cpus=cpus, gpus=gpus)))
 
 
 @kernels.command("build")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import structlog
 
 from dqkv.server import lifecycle, logs, ports, tls
-from dqkv.server.core import Core
+from dqkv.server.core import Core, Fleet, no_fleet
 from dqkv.server.grpc_servers import GrpcServers
 from dqkv.server.http_app import DeviceInfo, Info, Sources, make_app
 from dqkv.server.http_server import HttpServer
@@ -31,29 +31,31 @@ class Addresses:
     region_socket: str
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, fleet: Fleet = no_fleet) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code: 0 after a drain, 1 when it cannot start."""
     logs.configure(level=settings.log_level, form=settings.log_format)
     try:
-        asyncio.run(_live(settings))
+        asyncio.run(_live(settings, fleet))
     except (SettingsInvalid, OSError) as error:
         structlog.get_logger("dqkv.server").error("cannot start", reason=str(error))
         return 1
     return 0
 
 
-async def _live(settings: Settings) -> None:
-    await lifecycle.live(Server(settings))
+async def _live(settings: Settings, fleet: Fleet) -> None:
+    await lifecycle.live(Server(settings, fleet))
 
 
 class Server:
     """A server in this process: `await start()`, then `addresses`, then `await stop()`.
 
-    Raises SettingsInvalid for files and tokens that cannot be read.
+    `fleet` gives it devices beside those of the settings. Raises SettingsInvalid for files and tokens that cannot be
+    read.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, fleet: Fleet = no_fleet) -> None:
         self._settings = settings
+        self._fleet = fleet
         self._tokens = settings.read_tokens()
         self._credentials = tls.server_credentials(settings)
         self._held = AsyncExitStack()
@@ -85,7 +87,7 @@ class Server:
 
     async def _start(self) -> None:
         settings = self._settings
-        core = Core(settings)
+        core = Core(settings, self._fleet)
         self._held.push_async_callback(core.stop)
         await core.open_region_socket()
         # Every address is taken before a device is started, so that a second server ends at once. What was started

@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 
 from dqkv.backend import findings
-from dqkv.backend.base import DeviceState
+from dqkv.backend.base import Device, DeviceState
 from dqkv.backend.process import Death, DeviceProcess, DeviceSettings
 from dqkv.memory import leftovers
 from dqkv.memory.mailbox import FdMailbox
@@ -31,15 +32,27 @@ HOUSEKEEPING_S = 1.0
 GPU_START_TIMEOUT_S = 180.0
 """A PyTorch with CUDA on a cold disk takes most of a minute to import."""
 
+OnRestart: TypeAlias = Callable[[str, Death], None]
+"""Called with a device's name for each death that is followed by another start."""
+
+Fleet: TypeAlias = Callable[[OnRestart], Sequence[Device]]
+"""Makes the devices that a server has beside those of its machine."""
+
 _log = structlog.get_logger("dqkv.server")
+
+
+def no_fleet(_: OnRestart) -> Sequence[Device]:
+    """None beside those of its machine."""
+    return ()
 
 
 class Core:
     """The parts that every face of the server shares. It belongs to the loop that starts it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, fleet: Fleet = no_fleet) -> None:
         """Builds the parts; nothing runs yet."""
         self._settings = settings
+        self._fleet = fleet
         self._folder: Path | None = None
         self._housekeeper: asyncio.Task[None] | None = None
         block_ids = itertools.count(1)
@@ -87,6 +100,7 @@ class Core:
     async def start(self) -> None:
         """Finds the GPUs and starts the devices; returns when each is ready or was found not to start."""
         await self._find_gpus()
+        self.scheduler.add(self._fleet(self._on_restart))
         self._housekeeper = asyncio.create_task(self._keep_house(), name="dqkv housekeeping")
         await self.scheduler.start()
 
