@@ -14,7 +14,8 @@ from oracle.problems import as_given, to_problem
 from dqkv.problem import INPUT_ROLES, Problem
 from dqkv_kernels import attention_backward
 from dqkv_kernels.artifacts import Artifacts
-from dqkv_kernels.chain import TORCH_DTYPES, Chain
+from dqkv_kernels.chain import Chain
+from dqkv_kernels.dtypes import TORCH_DTYPES
 
 
 @dataclass(kw_only=True)

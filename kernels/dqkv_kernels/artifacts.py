@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dqkv.errors import ArtifactForeign, ArtifactMissing
 from dqkv_kernels.key import KernelKey
@@ -21,6 +21,8 @@ SOURCE_DISTRIBUTION = "nvidia-cutlass-dsl"
 COMPILER_VERSION = "4.8.1"
 """The compiler whose artifacts this source accepts; its runtime library must be of the same version."""
 RUNTIME_LIBRARY = "libcute_dsl_runtime.so"
+
+K = TypeVar("K")
 
 _SOURCES = ("device", "compiler.py", "key.py", "tiles.py")
 
@@ -51,6 +53,10 @@ class Artifacts:
             self.verify(key)
             launch = self._loaded[key] = _open(self.directory / f"{key.name}.so")
         return launch
+
+    def load_all(self, keys: Mapping[K, KernelKey]) -> dict[K, Callable[..., None]]:
+        """The launch functions of the keys, by the same names. Raises as `load`, for the first that fails."""
+        return {name: self.load(key) for name, key in keys.items()}
 
     def __contains__(self, key: KernelKey) -> bool:
         """Whether a key was loaded, or could be."""

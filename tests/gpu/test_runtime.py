@@ -20,7 +20,8 @@ from dqkv.errors import ArtifactMissing
 from dqkv.problem import INPUT_ROLES
 from dqkv_kernels import attention_backward, softmax_statistics
 from dqkv_kernels.artifacts import Artifacts
-from dqkv_kernels.chain import TORCH_DTYPES, Chain, Workspace
+from dqkv_kernels.chain import Chain, Workspace
+from dqkv_kernels.dtypes import TORCH_DTYPES
 
 pytestmark = pytest.mark.gpu
 
