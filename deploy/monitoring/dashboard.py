@@ -1,4 +1,4 @@
-"""The dashboard: from "is it well" at the top to the single device and transport at the bottom."""
+"""The dashboard: from "is it well" at the top to every metric that no panel was composed for at the bottom."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard as boards
 from grafana_foundation_sdk.models import dashboard as models
+from prometheus_client import Counter, Gauge
 
 from dqkv import metrics
 from dqkv.backend.base import DeviceState
+from dqkv.metrics import Declared
 from dqkv.settings import Settings
 from monitoring.alerts import BACKWARD
 from monitoring.panels import SOURCE, WIDTH, About, Line, Step, facts, lines, number, states
 from monitoring.promql import Scope
 
 UID = "dqkv"
+_DEVICE = "{{instance}} {{device}}"
+_SHARES = (0.5, 0.9, 0.99)
 _SCOPE = Scope(window="$__rate_interval", matchers='job=~"$job", instance=~"$instance"')
-_HALF, _THIRD, _QUARTER = WIDTH // 2, WIDTH // 3, WIDTH // 4
+_HALF, _THIRD = WIDTH // 2, WIDTH // 3
 _QUEUE_LIMIT_S = float(Settings.model_fields["queue_seconds"].default)
 
 
@@ -46,9 +50,14 @@ def dashboard() -> models.Dashboard:
             .expr('ALERTS{alertname=~"Dqkv.+", alertstate="firing"}')
         )
     )
-    for title, panels in _ROWS.items():
+    composed = {title: panels() for title, panels in _ROWS.items()}
+    built = [panel.build() for panels in composed.values() for panel in panels]
+    shown = " ".join(target.expr for panel in built for target in panel.targets)
+    # No metric is forgotten.
+    rest = [_plain(metric) for metric in metrics.declarations() if metric.name not in shown]
+    for title, panels in (composed | {"Everything else": rest}).items():
         board.with_row(boards.Row(title))
-        for panel in panels():
+        for panel in panels:
             board.with_panel(panel)
     return board.build()
 
@@ -128,7 +137,7 @@ def _requests() -> Sequence[Any]:
                     expr=_SCOPE.quantile(share, metrics.REQUEST_SECONDS, "transport", rpc=BACKWARD),
                     legend=f"{share:.0%} {{{{transport}}}}",
                 )
-                for share in (0.5, 0.9, 0.99)
+                for share in _SHARES
             ),
         ),
         lines(
@@ -165,11 +174,10 @@ def _devices() -> Sequence[Any]:
         f" + {one} ({_SCOPE.of(state, state=DeviceState.STARTING.value)})"
     )
     full = Step(at=_QUEUE_LIMIT_S, color="red")
-    device = "{{instance}} {{device}}"
     return [
         states(
             About(title="State of each device", meaning=state.help, unit="none", columns=_HALF),
-            Line(expr=in_state, legend=device),
+            Line(expr=in_state, legend=_DEVICE),
             {2: ("ok", "green"), 1: ("starting", "yellow"), 0: ("lost", "red")},
         ),
         lines(
@@ -179,7 +187,7 @@ def _devices() -> Sequence[Any]:
                 unit="s",
                 columns=_HALF,
             ),
-            Line(expr=_SCOPE.of(metrics.QUEUE_SECONDS), legend=device),
+            Line(expr=_SCOPE.of(metrics.QUEUE_SECONDS), legend=_DEVICE),
             limit=full,
         ),
         lines(
@@ -189,19 +197,11 @@ def _devices() -> Sequence[Any]:
                 unit="percentunit",
                 columns=_THIRD,
             ),
-            Line(expr=_SCOPE.total(metrics.PHASE_SECONDS, *by, phase="compute"), legend=device),
+            Line(expr=_SCOPE.total(metrics.PHASE_SECONDS, *by, phase="compute"), legend=_DEVICE),
         ),
         lines(
             About(title="Arithmetic", meaning=metrics.FLOPS.help, unit="flops", columns=_THIRD),
-            Line(expr=_SCOPE.per_second(metrics.FLOPS, *by, "arch"), legend=f"{device} {{{{arch}}}}"),
-        ),
-        lines(
-            About(title="Query-key pairs", meaning=f"{metrics.PAIRS.help}, a second.", unit="short", columns=_THIRD),
-            Line(expr=_SCOPE.per_second(metrics.PAIRS, *by, "arch"), legend=f"{device} {{{{arch}}}}"),
-        ),
-        lines(
-            About(title="Tasks at each device", meaning=metrics.QUEUE_DEPTH.help, unit="none", columns=_THIRD),
-            Line(expr=_SCOPE.of(metrics.QUEUE_DEPTH), legend=device),
+            Line(expr=_SCOPE.per_second(metrics.FLOPS, *by, "arch"), legend=f"{_DEVICE} {{{{arch}}}}"),
         ),
         lines(
             About(
@@ -215,72 +215,22 @@ def _devices() -> Sequence[Any]:
                 for share in (0.1, 0.5, 0.9)
             ),
         ),
-        lines(
-            About(title="Restarts", meaning=metrics.RESTARTS.help + ", in the last hour.", unit="none", columns=_THIRD),
-            Line(expr=f"increase({_SCOPE.of(metrics.RESTARTS)}[1h])", legend=f"{device} {{{{cause}}}}"),
-        ),
-    ]
-
-
-def _memory() -> Sequence[Any]:
-    return [
-        lines(
-            About(title="Tensor bytes by transport", meaning=metrics.TENSOR_BYTES.help, unit="Bps", columns=_THIRD),
-            Line(
-                expr=_SCOPE.per_second(metrics.TENSOR_BYTES, "direction", "transport"),
-                legend="{{direction}} {{transport}}",
-            ),
-        ),
-        lines(
-            About(
-                title="Streams that did not arrive whole",
-                meaning=metrics.STREAM_ABORTS.help,
-                unit="cps",
-                columns=_THIRD,
-            ),
-            Line(expr=_SCOPE.per_second(metrics.STREAM_ABORTS, "cause"), legend="{{cause}}"),
-        ),
-        lines(
-            About(
-                title="Staging memory",
-                meaning=f"{metrics.STAGING_BYTES.help} of requests in flight, and with what is kept for the next ones.",
-                unit="bytes",
-                columns=_THIRD,
-            ),
-            Line(expr=_SCOPE.of(metrics.STAGING_BYTES), legend="{{instance}} {{state}}"),
-        ),
-        lines(
-            About(title="Regions", meaning=metrics.REGIONS.help, unit="none", columns=_THIRD),
-            Line(expr=_SCOPE.of(metrics.REGIONS), legend="{{instance}} {{kind}}"),
-        ),
-        lines(
-            About(title="Memory in regions", meaning=metrics.REGION_BYTES.help, unit="bytes", columns=_THIRD),
-            Line(expr=_SCOPE.of(metrics.REGION_BYTES), legend="{{instance}} {{kind}}"),
-        ),
-        lines(
-            About(title="What happens to regions", meaning=metrics.REGION_EVENTS.help, unit="cps", columns=_THIRD),
-            Line(expr=_SCOPE.per_second(metrics.REGION_EVENTS, "kind", "event"), legend="{{kind}} {{event}}"),
-        ),
     ]
 
 
 def _servers() -> Sequence[Any]:
     return [
         facts(
-            About(title="Versions", meaning="What each server runs.", unit="none", columns=_QUARTER),
+            About(title="Versions", meaning="What each server runs.", unit="none", columns=_THIRD),
             _SCOPE.of(metrics.BUILD_INFO),
             {"instance": "server", "version": "dqkv", "torch": "torch", "grpcio": "grpcio"},
-        ),
-        lines(
-            About(title="Requests inside", meaning=metrics.INFLIGHT.help, unit="none", columns=_QUARTER),
-            Line(expr=_SCOPE.of(metrics.INFLIGHT), legend="{{instance}}"),
         ),
         lines(
             About(
                 title="Calls that began and have not ended",
                 meaning=f"{metrics.RPCS_STARTED.help} less the finished ones, those that wait for their turn included.",
                 unit="none",
-                columns=_QUARTER,
+                columns=_THIRD,
             ),
             Line(
                 expr=f"sum by (instance) ({_SCOPE.of(metrics.RPCS_STARTED)})"
@@ -289,15 +239,37 @@ def _servers() -> Sequence[Any]:
             ),
         ),
         lines(
-            About(
-                title="softmax_lse computed here",
-                meaning=f"{metrics.RECOMPUTED.help}: callers that send it save a fifth of the work.",
-                unit="reqps",
-                columns=_QUARTER,
-            ),
-            Line(expr=_SCOPE.per_second(metrics.RECOMPUTED, "arch"), legend="{{arch}}"),
+            About(title="Restarts", meaning=metrics.RESTARTS.help + ", in the last hour.", unit="none", columns=_THIRD),
+            Line(expr=f"increase({_SCOPE.of(metrics.RESTARTS)}[1h])", legend=f"{_DEVICE} {{{{cause}}}}"),
         ),
     ]
 
 
-_ROWS = {"Now": _now, "Requests": _requests, "Devices": _devices, "Transport and memory": _memory, "Servers": _servers}
+def _plain(metric: Declared[Any]) -> Any:
+    """A panel of one metric by its kind: a gauge as it is, a counter a second, a histogram by its quantiles."""
+    columns = About(title=metric.help, meaning=metric.name + ".", unit=_unit(metric), columns=_THIRD)
+    names = " ".join(f"{{{{{label}}}}}" for label in metric.labels)
+    if metric.kind is Gauge:
+        return lines(columns, Line(expr=_SCOPE.of(metric), legend=f"{{{{instance}}}} {names}".strip()))
+    if metric.kind is Counter:
+        return lines(columns, Line(expr=_SCOPE.per_second(metric, *metric.labels), legend=names or "all"))
+    return lines(
+        columns,
+        *(
+            Line(expr=_SCOPE.quantile(share, metric, *metric.labels), legend=f"{share:.0%} {names}".strip())
+            for share in _SHARES
+        ),
+    )
+
+
+def _unit(metric: Declared[Any]) -> str:
+    """What the metric's name says it counts, as Grafana names units."""
+    counter = metric.kind is Counter
+    if metric.name.removesuffix("_total").endswith("_bytes"):
+        return "Bps" if counter else "bytes"
+    if metric.name.endswith("_seconds"):
+        return "s"
+    return "cps" if counter else "short"
+
+
+_ROWS = {"Now": _now, "Requests": _requests, "Devices": _devices, "Servers": _servers}

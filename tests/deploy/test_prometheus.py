@@ -23,7 +23,7 @@ VARIABLES = {"$job": ".+", "$instance": ".+", "$__rate_interval": "1m"}
 
 QUIET = {
     "Restarts": "no device's process died",
-    "What happens to regions": "no region was registered",
+    "What happened to regions": "no region was registered",
 }
 """Panels without a line in a server's first seconds, and why."""
 
