@@ -1,0 +1,174 @@
+"""A Ray cluster of this machine, small and on free ports, and the front of `dqkv ray` on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .process import children, is_alive, wait_for
+from .server import DEFAULTS, STOP_S, Running
+
+START_S = 240.0
+"""Ray's own processes import Python a dozen times over, on as many cores as are free."""
+
+HOST = "127.0.0.2"
+"""Loopback; Ray takes 127.0.0.1 for this machine's address in its network."""
+
+OBJECT_STORE_NBYTES = 80_000_000
+"""The least that Ray takes. No tensor goes through it."""
+
+LISTENING = "0A"
+"""As the kernel's tables of sockets write it."""
+
+COMMAND = (sys.executable, "-m", "ray.scripts.scripts")
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Its address, and the process whose descendants are all of it."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its processes, and those that come to it, are started with."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("DQKV_", "RAY_"))}
+        ours = {
+            "RAY_TMPDIR": str(self.folder),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            # It ends workers when the machine has little memory left, whoever took it.
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+        return {**clean, **DEFAULTS, **ours}
+
+    def workers(self) -> list[int]:
+        """The processes of the workers' actors."""
+        return [pid for pid in self.processes() if _title(pid).startswith("ray::_NodeWorker")]
+
+    def processes(self) -> list[int]:
+        """Every process of it but the first."""
+        found: list[int] = []
+        front = [self.process.pid]
+        while front:
+            pid = front.pop()
+            with contextlib.suppress(OSError):
+                front += children(pid)
+            found.append(pid)
+        return found[1:]
+
+
+@contextlib.contextmanager
+def ray_cluster(*, cpus: int) -> Iterator[Cluster]:
+    """A cluster of one node with so many places for workers; nothing of it is left afterwards."""
+    # The sockets in it have paths of 107 bytes at most, so it lies no deeper than this.
+    folder = Path(tempfile.mkdtemp(prefix="dqkv-ray-", dir="/tmp"))
+    port, client_port = free_ports(2)
+    log = folder / "start"
+    cluster = Cluster(address=f"{HOST}:{port}", process=None, folder=folder)  # type: ignore[arg-type]
+    options = {
+        "node-ip-address": HOST,
+        "port": port,
+        "ray-client-server-port": client_port,
+        "num-cpus": cpus,
+        "num-gpus": 0,
+        "object-store-memory": OBJECT_STORE_NBYTES,
+        "include-dashboard": "false",
+        "temp-dir": folder,
+    }
+    with log.open("wb") as out:
+        cluster.process = subprocess.Popen(
+            [*COMMAND, "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())],
+            env=cluster.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_for(
+            lambda: "Ray runtime started" in log.read_text() or cluster.process.poll() is not None,
+            "Ray starts",
+            START_S,
+        )
+        assert cluster.process.poll() is None, log.read_text()
+        yield cluster
+    finally:
+        rest = cluster.processes()
+        cluster.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            cluster.process.wait(STOP_S)
+        for pid in filter(is_alive, rest):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        cluster.process.kill()
+        cluster.process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ray_front(cluster: Cluster, *, workers: int) -> Iterator[Running]:
+    """`dqkv ray`, serving from so many workers; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dqkv", "ray", "--address", cluster.address, "--workers", str(workers)],
+        env=cluster.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    front = Running(process)
+    reader = threading.Thread(target=front.read_log, daemon=True)
+    reader.start()
+    try:
+        front.wait_for("serving", START_S)
+        yield front
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait(STOP_S)
+        reader.join(STOP_S)
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at, on any address of this machine."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def listens(pid: int, port: int) -> bool:
+    """Whether a process listens at a TCP port."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = row.split()[:10]
+            if state == LISTENING and int(local.rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{inode}]")
+    return any(_target(link) in inodes for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
