@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 import yaml
 from prometheus_client import Gauge
 from rig.deployed import DEPLOY, OVERLAYS, ROOT, Manifests, environment_of, given, nbytes, pod_of, server_of
+from rig.pki import Authority
+from rig.server import running
 
 from dqkv import metrics
 from dqkv.backend import findings
@@ -250,3 +254,32 @@ def test_a_trainer_s_own_server_starts_first_and_shares_memory_with_it_alone(ren
     for container in (server, trainer):
         assert "runAsUser" not in container["securityContext"]
         assert nbytes(volumes["shm"]["sizeLimit"]) < nbytes(container["resources"]["limits"]["memory"])
+
+
+# ---- for real
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_environment_of_an_overlay_starts_a_server_that_its_probes_find_well(
+    render: Render, overlay: str, tmp_path: Path
+) -> None:
+    pod = pod_of(render(overlay))
+    server = server_of(pod)
+    # What is another machine's: its addresses, its GPU, the files of its secret.
+    own = given(environment_of(server))
+    own |= {"host": "127.0.0.1", "http_host": "127.0.0.1", "gpus": "none", "cpu_devices": "1"}
+    if overlay == "tls":
+        authority = Authority(tmp_path, "ca")
+        issued = authority.issue("dqkv.dqkv.svc")
+        own |= {"tls_cert": issued.certificate, "tls_key": issued.key, "tls_client_ca": authority.root}
+    if overlay == "sidecar":
+        own["region_socket"] = tmp_path / "regions"
+    with running(**{name: str(value) for name, value in own.items()}) as one:
+        for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert one.http(server[kind]["httpGet"]["path"])[0] == 200
+        if overlay == "sidecar":
+            command, address = pod["containers"][0]["args"]
+            assert address == f"{environment_of(server)['DQKV_HOST']}:{Settings.load().port}"
+            asked = [sys.executable, "-m", "dqkv", command, one.target]
+            check = subprocess.run(asked, capture_output=True, text=True, timeout=100)
+            assert check.returncode == 0, check.stdout + check.stderr
+            assert "region" in check.stdout
+        assert one.stop() == 0
