@@ -58,6 +58,16 @@ class Artifacts:
         """The launch functions of the keys, by the same names. Raises as `load`, for the first that fails."""
         return {name: self.load(key) for name, key in keys.items()}
 
+    @property
+    def builds(self) -> bool:
+        """Whether what is missing is built once it is needed."""
+        return False
+
+    @property
+    def lack(self) -> str:
+        """What keeps this from building what it should build, in words; "" when nothing does."""
+        return ""
+
     def __contains__(self, key: KernelKey) -> bool:
         """Whether a key was loaded, or could be."""
         return key in self._loaded or (self.directory / f"{key.name}{MANIFEST_SUFFIX}").exists()
@@ -104,6 +114,7 @@ def _open(path: Path) -> Callable[..., None]:
     return function
 
 
+@cache
 def _runtime(directory: Path) -> None:
     """Loads the compiler's small runtime library before a kernel asks for it. Raises OSError when it is nowhere."""
     candidates = [directory / RUNTIME_LIBRARY]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,6 +22,8 @@ from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, rows_of
 
 INPUT_DTYPES = ("bf16", "fp16")
+LOCKS = ".locks"
+"""Folder of the directory of kernels with an empty file for each key that was built there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +104,16 @@ def build(
     return tuple(done)
 
 
-def build_one(key: KernelKey, directory: Path) -> None:
-    """Builds one key in a process of its own. Raises BuildFailed."""
-    (outcome,) = build([key], directory, processes=1)
-    if outcome.error:
-        raise BuildFailed(f"kernel {key.name}: {outcome.error}")
-
-
 def _compile(share: Sequence[KernelKey], directory: Path) -> Iterator[Built]:
     """Runs this module as a program over a share, and yields each key's outcome as its line arrives."""
     lines = "".join(json.dumps(key.as_dict()) + "\n" for key in share)
-    command = [sys.executable, "-m", "dqkv_kernels.build", str(directory)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        if process.stdin is None or process.stdout is None or process.stderr is None:
+    # -P: what lies in the working directory is not imported.
+    command = [sys.executable, "-P", "-m", "dqkv_kernels.build", str(directory)]
+    with (
+        tempfile.TemporaryFile() as said,  # a pipe that nobody reads would stop a compiler with much to say
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+    ):
+        if process.stdin is None or process.stdout is None:
             raise BuildFailed("the compiler's process has no pipes")
         # the requests are a few kilobytes, less than a pipe holds, so writing them first cannot block
         process.stdin.write(lines)
@@ -126,24 +126,40 @@ def _compile(share: Sequence[KernelKey], directory: Path) -> Iterator[Built]:
             left.pop(0)
             yield Built(key=KernelKey.from_dict(answer["key"]), seconds=answer["seconds"], error=answer["error"])
         if left:
-            tail = process.stderr.read()[-2000:]
+            process.wait()
+            said.seek(0)
+            tail = said.read()[-2000:].decode(errors="replace")
             for key in left:
                 yield Built(key=key, seconds=0.0, error=f"the compiler's process ended early: {tail}")
 
 
 def _serve(directory: Path) -> None:
-    """Compiles the keys that come in, one JSON line each, and answers each with one."""
-    from dqkv_kernels.compiler import compile_key
-
+    """Compiles the keys that come in, one JSON line each, and answers each with one; seconds 0: another one did."""
     for line in sys.stdin:
-        key, start, error = KernelKey.from_dict(json.loads(line)), monotonic(), ""
+        key, seconds, error = KernelKey.from_dict(json.loads(line)), 0.0, ""
         try:
-            compile_key(key, directory)
+            with _alone(key, directory):
+                if missing([key], directory):
+                    start = monotonic()
+                    # here, for who only waited for another process needs no compiler
+                    from dqkv_kernels.compiler import compile_key
+
+                    compile_key(key, directory)
+                    seconds = monotonic() - start
         except Exception as problem:  # noqa: BLE001 - whatever the compiler raises is this key's outcome
             error = f"{type(problem).__name__}: {problem}"
-        answer = {"key": key.as_dict(), "seconds": monotonic() - start, "error": error}
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(json.dumps({"key": key.as_dict(), "seconds": seconds, "error": error}) + "\n")
         sys.stdout.flush()
+
+
+@contextmanager
+def _alone(key: KernelKey, directory: Path) -> Iterator[None]:
+    """While no other process builds the key into the directory; a lock goes with the process that held it."""
+    locks = directory / LOCKS
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / key.name).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 if __name__ == "__main__":

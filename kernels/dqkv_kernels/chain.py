@@ -12,6 +12,7 @@ from dqkv.problem import Arch, Gradients, Problem
 from dqkv.tensor import DType
 from dqkv_kernels.arguments import Argument
 from dqkv_kernels.artifacts import Artifacts
+from dqkv_kernels.key import Kernel
 from dqkv_kernels.launch_plan import ARCHS, LaunchPlan, target_of
 from dqkv_kernels.launches import Launches, statistic_shape, statistics
 from dqkv_kernels.tiles import ARCH_TARGETS
@@ -83,7 +84,7 @@ class Chain:
         """
         with torch.cuda.device(self.device):
             plan = LaunchPlan(problem=problem, target=self.target)
-            launch = self.artifacts.load(plan.statistics_key)
+            launch = self.artifacts.load_all({Kernel.STATISTICS: plan.statistics_key})[Kernel.STATISTICS]
             answer = torch.full(statistic_shape(problem), float("-inf"), dtype=torch.float32, device=self.device)
             sequences = torch.from_numpy(plan.sequences).to(self.device)
             sinks = torch.zeros(problem.shape.num_heads_q, dtype=torch.float32, device=self.device)

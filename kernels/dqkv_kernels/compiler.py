@@ -145,6 +145,8 @@ def compile_key(key: KernelKey, directory: Path) -> Path:
         described.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
         (work / "kernel.ptx").write_bytes(ptx)
         target = directory / f"{key.name}.so"
+        # first: whoever reads meanwhile finds no artifact rather than one that does not fit its manifest
+        target.with_suffix(MANIFEST_SUFFIX).unlink(missing_ok=True)
         (work / "kernel.ptx").replace(target.with_suffix(".ptx"))
         linked.replace(target)
         # last: an object without its manifest is not an artifact

@@ -209,6 +209,13 @@ class ArtifactForeign(InternalFault):
     reason = "ARTIFACT_FOREIGN"
 
 
+class KernelBuilding(DqkvError):
+    """A kernel that the problem needs is being built; nothing of the request ran, and it can be sent again."""
+
+    status = UNAVAILABLE
+    reason = "KERNEL_BUILDING"
+
+
 class BuildFailed(InternalFault):
     """The compiler refused a kernel; the message names the key and ends with the compiler's own words."""
 

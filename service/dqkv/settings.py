@@ -97,9 +97,9 @@ class Settings(BaseSettings):
     kernels: Path = Field(
         Path("build/kernels"), description="directory of the GPU kernels that `dqkv kernels build` made"
     )
-    compile: Literal["never"] = Field(
+    compile: Literal["never", "on_demand"] = Field(
         "never",
-        description="never: a server builds no kernels, it uses what `dqkv kernels build` made before its start",
+        description="never: kernels are built by `dqkv kernels build` alone; on_demand: also when one is needed",
     )
 
     # ---- limits
@@ -121,6 +121,12 @@ class Settings(BaseSettings):
         ge=1,
         le=1024,
         description="unary requests that are read at once, each of message_bytes at most; others wait",
+    )
+    connection_age_s: float = Field(
+        300.0,
+        ge=0.1,
+        le=86400,
+        description="seconds after which a caller's connection is replaced, so that it finds servers that are new",
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that accepted work has to finish after SIGTERM")
 

@@ -123,6 +123,7 @@ def ask_by_stream(address: str) -> None:
         errors.QuotaBytes("c"),
         errors.DeviceLost("d"),
         errors.QuotaStreams("e", retry_after_s=0.01),
+        errors.KernelBuilding("f", retry_after_s=0.01),
     ],
 )
 def test_what_left_nothing_behind_is_sent_again(error: errors.DqkvError) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,13 +20,13 @@ import torch
 from blocks import Placed, Sizes, exact, placed
 
 from dqkv import errors
-from dqkv.backend import cute
+from dqkv.backend import cute, messages
 from dqkv.backend.base import DeviceBroken, DeviceState, Task
 from dqkv.backend.channel import Channel
 from dqkv.backend.cute import CuteBackend
 from dqkv.backend.kernel_sets import KernelSet
 from dqkv.backend.life import Death, DeviceSettings, Life
-from dqkv.backend.worker import load_backend
+from dqkv.backend.worker import answer_task, load_backend
 from dqkv.problem import Arch, Options
 from dqkv.scheduler.cost import Work
 from dqkv.scheduler.lane import Lane
@@ -229,6 +230,18 @@ def test_a_request_goes_where_it_can_run_or_is_refused(
     else:
         lane, arch = place(lanes, work, asked, "somebody")
         assert (lane.device.name, arch) == where
+
+
+# ---- kernels that are built when they are needed
+def test_a_kernel_that_is_being_built_fails_its_request_with_a_time_to_come_back(backend: CuteBackend) -> None:
+    ToldChain.failures = [errors.KernelBuilding("being built", retry_after_s=5.0)]
+    with placed(SMALL) as one:
+        task = Task(task_id=1, problem=one.problem, gradients=one.gradients)
+        backend.add_block(replace(one.block, fd=os.dup(one.block.fd)))
+        answer = answer_task(backend, task, threading.Event())
+    assert isinstance(answer, messages.Failed)
+    assert (answer.reason, answer.retry_after_s) == ("KERNEL_BUILDING", 5.0)
+    assert messages.decode_from_device(messages.frame(answer)[4:]) == answer
 
 
 # ---- faults

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from dqkv.backend import findings, kernel_sets, probe
 from dqkv.backend.findings import Choice, Findings, Gpu, choose, look
 from dqkv.problem import Arch
 from dqkv.settings import Settings
+from dqkv_kernels import on_demand
 from dqkv_kernels.artifacts import COMPILER_VERSION, Artifacts, source_digest
 
 H200 = Gpu(index=0, model="NVIDIA H200", archs=(Arch.SM90, Arch.SM80))
@@ -146,6 +149,22 @@ def test_a_device_of_no_family_is_refused_in_words(tmp_path: Path) -> None:
 
 
 # ---- its process
+def test_what_finds_gpus_never_loads_torch() -> None:
+    program = "import sys, dqkv.backend.probe, dqkv.backend.kernel_sets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_kernels_that_are_built_when_needed_may_be_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for there, archs in ((True, (Arch.SM90, Arch.SM80)), (False, ())):
+        monkeypatch.setattr(on_demand, "find_spec", lambda name, there=there: object() if there else None)
+        monkeypatch.setattr(probe.ctypes, "CDLL", lambda name: ToldDriver(count=1))
+        monkeypatch.setattr(probe, "_lack", lambda: "")
+        (gpu,) = probe.find(tmp_path, builds=True).gpus
+        assert gpu.archs == archs
+        assert all("the compiler, nvidia-cutlass-dsl, is not installed" in fault for fault in gpu.faults)
+        assert bool(gpu.faults) == (not there)
+
+
 async def test_the_process_answers(tmp_path: Path) -> None:
     seen = await look(tmp_path)
     try:

@@ -61,7 +61,7 @@ def test_an_unknown_name_in_lower_case_is_refused_too(monkeypatch: pytest.Monkey
         ({"gpus": "all"}, "DQKV_GPUS"),
         ({"gpus": "0,"}, "DQKV_GPUS"),
         ({"gpus": ""}, "DQKV_GPUS"),
-        ({"compile": "on_demand"}, "DQKV_COMPILE"),
+        ({"compile": "always"}, "DQKV_COMPILE"),
         ({"host": "0.0.0.0"}, "loopback"),
         ({"host": "::"}, "loopback"),
         ({"host": "a-name"}, "loopback"),

@@ -13,12 +13,11 @@ import torch
 from dqkv import errors
 from dqkv.backend.base import DeviceBroken, DeviceInfo, Task
 from dqkv.backend.host_blocks import TORCH_DTYPES, HostBlocks
-from dqkv.backend.kernel_sets import kernel_sets
+from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
 from dqkv.memory.block import Block, InBlock
 from dqkv.problem import Arch, Problem, Report
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import attention_backward
-from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.chain import Chain, Workspace
 from dqkv_kernels.launch_plan import ARCHS
 from dqkv_kernels.tiles import tile_holding
@@ -36,11 +35,14 @@ class CuteBackend:
     is given back, and the task is tried once more.
     """
 
-    def __init__(self, name: str, *, kernels: Path, num_threads: int) -> None:
-        """Raises ArchUnavailable when the device is not there or no family of kernels can be used on it."""
+    def __init__(self, name: str, *, kernels: Path, num_threads: int, builds: bool = False) -> None:
+        """builds: whether a kernel that `kernels` lacks is built there.
+
+        Raises ArchUnavailable when the device is not there or no family of kernels can be used on it.
+        """
         torch.set_num_threads(num_threads)
         self._device = _device(name)
-        self._artifacts = Artifacts(kernels)
+        self._artifacts = artifacts_in(kernels, builds=builds)
         sets = kernel_sets(torch.cuda.get_device_capability(self._device), self._artifacts)
         archs = tuple(each.arch for each in sets if not each.fault)
         if not archs:
@@ -68,8 +70,8 @@ class CuteBackend:
         """Write every gradient of the task; nothing of it is on the device's stream any more when this ends.
 
         Raises RegionChanged when memory of a caller became too short, Cancelled when `should_stop` said so before the
-        launch, DeviceOutOfMemory, DeviceBroken after an error that this process cannot recover from, and RuntimeError
-        for one that it can.
+        launch, KernelBuilding and BuildFailed where kernels are built on demand, DeviceOutOfMemory, DeviceBroken after
+        an error that this process cannot recover from, and RuntimeError for one that it can.
         """
         try:
             return self._attempt(task, should_stop)

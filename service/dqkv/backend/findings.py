@@ -13,7 +13,7 @@ import msgspec
 from dqkv.problem import Arch
 
 PROBE_TIMEOUT_S = 120.0
-"""On a cold disk torch alone can take half of it."""
+"""Drivers of many GPUs take long to start, and cold disks to read the kernels."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,12 +42,16 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-async def look(kernels: Path, *, timeout_s: float = PROBE_TIMEOUT_S) -> Findings:
-    """What a process of its own finds; one that crashes, hangs or talks nonsense found nothing, and that is said."""
+async def look(kernels: Path, *, builds: bool = False, timeout_s: float = PROBE_TIMEOUT_S) -> Findings:
+    """What a process of its own finds; one that crashes, hangs or talks nonsense found nothing, and that is said.
+
+    kernels, builds: as `probe.find` takes them.
+    """
+    options = ["--build-kernels"] if builds else []
     try:
         process = await asyncio.create_subprocess_exec(
             # -P: what lies in the working directory is not imported.
-            *(sys.executable, "-P", "-m", "dqkv.backend.probe", str(kernels)),
+            *(sys.executable, "-P", "-m", "dqkv.backend.probe", str(kernels), *options),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -1,8 +1,11 @@
-"""Which families of kernels a GPU can run: those of which every kernel is built, whole and of this source."""
+"""Which families of kernels a GPU can run: those whose every kernel is built, whole and of this source, or can be."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from dqkv.errors import ArtifactForeign, ArtifactMissing
 from dqkv.problem import Arch
@@ -10,7 +13,11 @@ from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.build import default_set
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.launch_plan import ARCHS, target_of
+from dqkv_kernels.on_demand import OnDemandArtifacts
 from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH
+
+READERS = 8
+"""Threads that read and digest kernels: a start waits for them, on a cold disk for each file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +28,16 @@ class KernelSet:
     fault: str
 
 
+def artifacts_in(kernels: Path, *, builds: bool) -> Artifacts:
+    """The kernels in a directory; builds: what it lacks is built there once it is needed."""
+    return OnDemandArtifacts(kernels) if builds else Artifacts(kernels)
+
+
 def kernel_sets(capability: tuple[int, int], artifacts: Artifacts) -> list[KernelSet]:
     """Every family that a compute capability runs, best first, with what is wrong with its kernels.
 
-    A family with a kernel missing is not used at all: a server that answers some shapes alone cannot say which.
-    Raises ArchUnavailable when the compute capability has no kernels.
+    A family with a kernel missing is not used at all, unless it is built when it is needed: a server that answers some
+    shapes alone cannot say which. Raises ArchUnavailable when the compute capability has no kernels.
     """
     target = target_of(capability)
     families = sorted(
@@ -35,15 +47,13 @@ def kernel_sets(capability: tuple[int, int], artifacts: Artifacts) -> list[Kerne
 
 
 def _fault(number: int, target: str, artifacts: Artifacts) -> str:
+    if artifacts.builds:
+        return ""
     keys = _keys(number, target)
-    missing, foreign = [], []
-    for key in keys:
-        try:
-            artifacts.verify(key)
-        except ArtifactMissing:
-            missing.append(key.name)
-        except ArtifactForeign:
-            foreign.append(key.name)
+    with ThreadPoolExecutor(READERS) as pool:
+        states = list(pool.map(partial(_state, artifacts), keys))
+    missing = [key.name for key, state in zip(keys, states, strict=True) if state is ArtifactMissing]
+    foreign = [key.name for key, state in zip(keys, states, strict=True) if state is ArtifactForeign]
     said = []
     if missing:
         said.append(f"{len(missing)} of its {len(keys)} kernels are not built")
@@ -52,7 +62,17 @@ def _fault(number: int, target: str, artifacts: Artifacts) -> str:
     if not said:
         return ""
     archs = ",".join(str(each) for each in sorted({number, STATISTICS_ARCH}))
-    return f"{' and '.join(said)}: `dqkv kernels build --arch {archs} --target {target}` builds them"
+    remedy = f"`dqkv kernels build --arch {archs} --target {target}` builds them"
+    return f"{' and '.join(said)}: {remedy}" + (f" ({artifacts.lack})" if artifacts.lack else "")
+
+
+def _state(artifacts: Artifacts, key: KernelKey) -> type[Exception] | None:
+    """What is wrong with a kernel, None when nothing is."""
+    try:
+        artifacts.verify(key)
+    except (ArtifactMissing, ArtifactForeign) as problem:
+        return type(problem)
+    return None
 
 
 def _keys(number: int, target: str) -> list[KernelKey]:

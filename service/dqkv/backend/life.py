@@ -37,7 +37,8 @@ class Death(StrEnum):
 class DeviceSettings:
     """One device: its name ("cpu:0"), the threads that compute, its address-space limit in bytes (None is no limit).
 
-    kernels is the directory that a GPU ("cuda:0") takes its kernels from.
+    kernels is the directory that a GPU ("cuda:0") takes its kernels from; builds_kernels says that what is missing
+    there is built when it is needed.
     start_timeout_s is how long it may take to get ready, cancel_timeout_s how long a cancelled task may go on before
     its process is killed, stop_timeout_s how long the process may take to end when asked to.
     """
@@ -46,6 +47,7 @@ class DeviceSettings:
     num_threads: int
     address_space_nbytes: int | None = None
     kernels: Path | None = None
+    builds_kernels: bool = False
     start_timeout_s: float = 60.0
     cancel_timeout_s: float = 10.0
     stop_timeout_s: float = 5.0
@@ -73,6 +75,8 @@ class Life:
             command += ["--address-space-nbytes", str(settings.address_space_nbytes)]
         if settings.kernels is not None:
             command += ["--kernels", str(settings.kernels)]
+        if settings.builds_kernels:
+            command.append("--build-kernels")
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -112,7 +116,7 @@ class Life:
                 case messages.Failed(task_id):
                     if message.detail:
                         _log.error("device %s: task %d failed\n%s", self._settings.name, task_id, message.detail)
-                    self._answer(task_id, errors.from_reason(message.reason, message.message, field=message.field))
+                    self._answer(task_id, _error_of(message))
                     yield task_id
                 case messages.Refused(words):
                     self._death = (Death.BROKEN, words)
@@ -200,6 +204,10 @@ async def settle(future: asyncio.Future[Any], *, timeout_s: float | None = None)
         except asyncio.CancelledError:
             continue
     return True
+
+
+def _error_of(failed: messages.Failed) -> errors.DqkvError:
+    return errors.from_reason(failed.reason, failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
 
 
 def _death_of(returncode: int | None) -> tuple[Death, str]:

@@ -68,12 +68,13 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The task ended without an answer: the reason, words and field of a `DqkvError`; `detail` is for the log alone."""
+    """The task ended without an answer: what a `DqkvError` says; `detail` is for the log alone."""
 
     task_id: int
     reason: str
     message: str
     field: str = ""
+    retry_after_s: float | None = None
     detail: str = ""
 
 

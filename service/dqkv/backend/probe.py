@@ -1,6 +1,7 @@
 """The short-lived process that finds GPUs (`python -m dqkv.backend.probe DIRECTORY`): one line of JSON on stdout.
 
-The server's front never loads CUDA or torch; this does, and ends. Without a driver or a device it loads neither.
+The server's front never loads the driver; this does, and ends. Neither loads torch, which takes seconds: a start waits
+for this, and then for torch in the process of each GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from dqkv import errors
 from dqkv.backend.findings import Findings, Gpu
+from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
 
 DRIVER = "libcuda.so.1"
 CUDA_NO_DEVICE = 100
@@ -29,11 +31,17 @@ def main() -> None:
     """Print what was found."""
     parser = argparse.ArgumentParser(prog="dqkv.backend.probe", description="Finds the GPUs of this machine.")
     parser.add_argument("kernels", type=Path, help="directory of the built kernels")
-    sys.stdout.write(msgspec.json.encode(find(parser.parse_args().kernels)).decode() + "\n")
+    parser.add_argument("--build-kernels", action="store_true", help="a kernel that is missing there will be built")
+    given = parser.parse_args()
+    found = find(given.kernels, builds=given.build_kernels)
+    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
 
 
-def find(kernels: Path) -> Findings:
-    """The GPUs that the driver shows, each with the families of kernels in `kernels` that it can run."""
+def find(kernels: Path, *, builds: bool = False) -> Findings:
+    """The GPUs that the driver shows, each with the families of kernels that it can run.
+
+    kernels: the directory that they are in; builds: whether one that is missing there will be built.
+    """
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -47,7 +55,7 @@ def find(kernels: Path) -> Findings:
     if count.value == 0:
         return Findings(absence="the NVIDIA driver shows no device")
     lack = _lack()
-    return Findings(gpus=tuple(_gpu(driver, index, kernels, lack) for index in range(count.value)))
+    return Findings(gpus=tuple(_gpu(driver, index, lack, kernels, builds) for index in range(count.value)))
 
 
 def _lack() -> str:
@@ -63,7 +71,7 @@ def _lack() -> str:
     return ""
 
 
-def _gpu(driver: ctypes.CDLL, index: int, kernels: Path, lack: str) -> Gpu:
+def _gpu(driver: ctypes.CDLL, index: int, lack: str, kernels: Path, builds: bool) -> Gpu:
     handle, name = ctypes.c_int(0), ctypes.create_string_buffer(NAME_NBYTES)
     driver.cuDeviceGet(ctypes.byref(handle), index)
     driver.cuDeviceGetName(name, NAME_NBYTES, handle)
@@ -75,12 +83,8 @@ def _gpu(driver: ctypes.CDLL, index: int, kernels: Path, lack: str) -> Gpu:
     model = name.value.decode(errors="replace")
     if lack:
         return Gpu(index=index, model=model, faults=(lack,))
-    # Only now, for it imports torch.
-    from dqkv.backend.kernel_sets import kernel_sets
-    from dqkv_kernels.artifacts import Artifacts
-
     try:
-        sets = kernel_sets((capability[0], capability[1]), Artifacts(kernels))
+        sets = kernel_sets((capability[0], capability[1]), artifacts_in(kernels, builds=builds))
     except errors.ArchUnavailable as error:
         return Gpu(index=index, model=model, faults=(error.message,))
     return Gpu(

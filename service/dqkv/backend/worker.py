@@ -54,7 +54,12 @@ def main() -> None:
         try:
             if arguments.address_space_nbytes is not None:
                 resource.setrlimit(resource.RLIMIT_AS, (arguments.address_space_nbytes,) * 2)
-            backend = load_backend(arguments.device, num_threads=arguments.num_threads, kernels=arguments.kernels)
+            backend = load_backend(
+                arguments.device,
+                num_threads=arguments.num_threads,
+                kernels=arguments.kernels,
+                builds=arguments.build_kernels,
+            )
         except Exception as error:  # noqa: BLE001 - whatever it is, the operator has to read it
             traceback.print_exc()
             front.sendall(messages.frame(messages.Refused(message=_in_words(error))))
@@ -160,7 +165,13 @@ def answer_task(backend: Backend, task: Task, cancelled: threading.Event) -> mes
             raise errors.Cancelled("the request was cancelled before it ran")
         return messages.Done(task_id=task.task_id, report=backend.run(task, cancelled.is_set))
     except errors.DqkvError as error:
-        return messages.Failed(task_id=task.task_id, reason=error.reason, message=error.message, field=error.field)
+        return messages.Failed(
+            task_id=task.task_id,
+            reason=error.reason,
+            message=error.message,
+            field=error.field,
+            retry_after_s=error.retry_after_s,
+        )
     except DeviceBroken:
         raise
     except Exception as error:  # noqa: BLE001 - one request's fault must not end the device
@@ -185,8 +196,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in words for phrase in _OUT_OF_MEMORY)
 
 
-def load_backend(device: str, *, num_threads: int, kernels: Path | None = None) -> Backend:
-    """The backend of a device by its name; one for a GPU takes its kernels from a directory.
+def load_backend(device: str, *, num_threads: int, kernels: Path | None = None, builds: bool = False) -> Backend:
+    """The backend of a device by its name; one for a GPU takes its kernels from a directory, and may build them there.
 
     Raises OptionInvalid when no backend drives that kind of device, and what the backend raises while it starts.
     """
@@ -199,7 +210,7 @@ def load_backend(device: str, *, num_threads: int, kernels: Path | None = None) 
         case "cuda" if kernels is not None:
             from dqkv.backend.cute import CuteBackend
 
-            return CuteBackend(device, kernels=kernels, num_threads=num_threads)
+            return CuteBackend(device, kernels=kernels, num_threads=num_threads, builds=builds)
         case "cuda":
             raise errors.OptionInvalid(f"device is {device!r}, which needs a directory of kernels", field="device")
         case _:
@@ -223,6 +234,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, required=True, help="threads that compute")
     parser.add_argument("--address-space-nbytes", type=int, help="the most address space it may take (RLIMIT_AS)")
     parser.add_argument("--kernels", type=Path, help="directory of the built kernels, for a GPU")
+    parser.add_argument("--build-kernels", action="store_true", help="build there what is missing when it is needed")
     return parser.parse_args()
 
 

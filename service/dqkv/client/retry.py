@@ -17,6 +17,7 @@ SAFE_REASONS = {
     errors.QueueFull.reason: "the server took nothing on, and says when to come back",
     errors.QuotaBytes.reason: "the server took nothing on, and says when to come back",
     errors.QuotaStreams.reason: "the server took nothing on, and says when to come back",
+    errors.KernelBuilding.reason: "nothing of the request ran, and the server says when to come back",
     errors.DeviceLost.reason: "the process that could still write the answer is dead",
 }
 """Reasons after which any request may be sent again, and why that is safe."""

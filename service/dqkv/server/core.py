@@ -146,7 +146,7 @@ class Core:
         if wanted == ():
             self._gpu_notes = ("GPU: DQKV_GPUS is none",)
             return
-        choice = findings.choose(await findings.look(settings.kernels), wanted)
+        choice = findings.choose(await findings.look(settings.kernels, builds=settings.compile == "on_demand"), wanted)
         self._gpu_notes = choice.notes
         self.scheduler.add(self._processes(_gpus(settings, choice.indices)))
         for note in choice.notes:
@@ -187,6 +187,7 @@ def _gpus(settings: Settings, indices: Sequence[int]) -> list[DeviceSettings]:
             name=f"cuda:{index}",
             num_threads=_threads(settings, len(indices)),
             kernels=settings.kernels,
+            builds_kernels=settings.compile == "on_demand",
             start_timeout_s=GPU_START_TIMEOUT_S,
         )
         for index in indices
