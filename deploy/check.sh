@@ -15,7 +15,7 @@ for overlay in deploy/k8s/overlays/*/; do
   "$tools/bin/kubectl" kustomize "$overlay" >"$rendered/$name.yaml"
 done
 
-yamllint --strict .
+yamllint --strict .yamllint.yaml buf.yaml deploy tests
 "$tools/bin/hadolint" --failure-threshold style Dockerfile
 "$tools/bin/check-jsonschema" --quiet --builtin-schema vendor.compose-spec deploy/compose.yaml
 # Without --strict a field that does not exist passes.
