@@ -29,7 +29,7 @@ test-large: $(INSTALLED)
 test-interpreters: $(INSTALLED)
 	$(BIN)/python tests/interpreters.py 3.12 3.13
 
-check: $(INSTALLED) check-proto check-monitoring
+check: $(INSTALLED) check-proto check-monitoring check-deploy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
