@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SHARED_MEMORY_LIMITS = {"sm_80": 166_912, "sm_86": 101_376, "sm_90a": 232_448, "sm_120": 101_376}
+SHARED_MEMORY_LIMITS = {"sm_80": 166_912, "sm_86": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120": 101_376}
 """Bytes of shared memory that one CTA may have, for each compiler target."""
 
 TARGETS = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90a", (12, 0): "sm_120"}

@@ -223,15 +223,12 @@ def _barriers(stages_q: int, stages_dout: int, names: dict[str, int]) -> tuple[B
     return loads + tuple(Barrier(name=name, arrivals=arrivals) for name, arrivals in names.items())
 
 
-def _load(stages_q: int, stages_dout: int) -> tuple[Step, ...]:
-    return (
-        Wait(barrier="q_empty", at=-stages_q),
-        Act(name="load_q"),
-        Signal(barrier="q_full"),
-        Wait(barrier="dout_empty", at=-stages_dout),
-        Act(name="load_dout"),
-        Signal(barrier="dout_full"),
-    )
+def _load_q(stages: int) -> tuple[Step, ...]:
+    return Wait(barrier="q_empty", at=-stages), Act(name="load_q"), Signal(barrier="q_full")
+
+
+def _load_dout(stages: int) -> tuple[Step, ...]:
+    return Wait(barrier="dout_empty", at=-stages), Act(name="load_dout"), Signal(barrier="dout_full")
 
 
 _FIRST: dict[Role, tuple[Step, ...]] = {
@@ -275,7 +272,7 @@ def narrow(head_dim: int, head_dim_v: int, stages_q: int, stages_dout: int) -> P
     softmax, reduce = WARPS[Role.SOFTMAX], WARPS[Role.REDUCE]
     ones = {"s_full": 1, "p_full": softmax, "dp_full": 1, "ds_full": softmax, "dv_full": 1, "dq_full": 1}
     each: dict[Role, tuple[Step, ...]] = {
-        Role.LOAD: _load(stages_q, stages_dout),
+        Role.LOAD: (*_load_q(stages_q), *_load_dout(stages_dout)),
         Role.MULTIPLY: (
             Wait(barrier="dout_full"),
             Wait(barrier="dq_empty", at=-1),  # dP takes dQ's columns
@@ -300,8 +297,7 @@ def narrow(head_dim: int, head_dim_v: int, stages_q: int, stages_dout: int) -> P
             Wait(barrier="s_full"),
             Act(name="probabilities"),
             Signal(barrier="p_full"),
-            Wait(barrier="dp_full"),
-            Wait(barrier="dq_full", at=-1),  # dS of the step before was read
+            Wait(barrier="dp_full"),  # dQ of the step before left before, so dS of that step was read
             Act(name="dscores"),
             Signal(barrier="ds_full"),
         ),
@@ -384,7 +380,7 @@ def wide(head_dim: int, head_dim_v: int) -> Program:
     softmax, reduce = WARPS[Role.SOFTMAX], WARPS[Role.REDUCE]
     ones = {"s_full": 1, "p_full": softmax, "dp_full": 1, "ds_full": softmax, "dq_full": 1}
     each: dict[Role, tuple[Step, ...]] = {
-        Role.LOAD: _load(1, 1),
+        Role.LOAD: (*_load_dout(1), *_load_q(1)),  # dO is the first to be free
         Role.MULTIPLY: (
             Wait(barrier="q_full"),
             Wait(barrier="dq_empty", at=-1),  # S and dP take the columns of dQ's second half
@@ -405,11 +401,10 @@ def wide(head_dim: int, head_dim_v: int) -> Program:
         Role.SOFTMAX: (
             Wait(barrier="q_full"),
             Wait(barrier="s_full"),
-            Wait(barrier="staged", at=-1),  # P takes the memory that dQ leaves through
+            Wait(barrier="staged", at=-1),  # P takes the memory that dQ leaves through; dS was read before that
             Act(name="probabilities"),
             Signal(barrier="p_full"),
             Wait(barrier="dp_full"),
-            Wait(barrier="dq_full", at=-1),
             Act(name="dscores"),
             Signal(barrier="ds_full"),
         ),
@@ -439,8 +434,3 @@ def wide(head_dim: int, head_dim_v: int) -> Program:
         stages_dq=1,
     )
     return _laid_out(program, {"dq": "p"})
-
-
-def columns_of(slot: Slot) -> frozenset[int]:
-    """Every column of a slot."""
-    return frozenset(column for first, count in slot.parts for column in range(first, first + count))
