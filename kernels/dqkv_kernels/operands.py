@@ -1,4 +1,4 @@
-"""Rows and heads of the request's tensors, copied to fp32 a tile at a time and written back rounded once."""
+"""Rows and heads of a tensor, copied to the dtype of the sums a tile at a time and written back rounded once."""
 
 from __future__ import annotations
 
@@ -62,43 +62,59 @@ def statistics_rows(tensor: torch.Tensor, problem: Problem[object], sequence: Se
     return tensor[sequence.index, :, : sequence.q_len]
 
 
-def of_queries(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
-    """(rows, num_heads_q, n) of any dtype and strides -> fp32 (heads.count, rows, width), zero behind column n."""
-    tile = _tile(heads.count, rows, width)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """What a copy of rows is widened to, and its dtype."""
+
+    width: int
+    dtype: torch.dtype = torch.float32
+
+    def empty(self, count: int, rows: torch.Tensor) -> torch.Tensor:
+        """Memory (count, rows, width) for a copy of rows (rows, heads, n), zero behind column n."""
+        make = torch.empty if self.width == rows.shape[-1] else torch.zeros
+        return make(count, rows.shape[0], self.width, dtype=self.dtype, device=rows.device)
+
+
+def of_queries(rows: torch.Tensor, heads: Heads, shape: Tile) -> torch.Tensor:
+    """(rows, num_heads_q, n) of any dtype and strides -> (heads.count, rows, width), zero behind column n."""
+    tile = shape.empty(heads.count, rows)
     tile[:, :, : rows.shape[-1]].copy_(rows[:, heads.first : heads.stop].transpose(0, 1))
     return tile
 
 
-def of_keys(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
-    """(rows, num_heads_kv, n) of any dtype and strides -> fp32 (heads.count, rows, width), one for each query head.
+def of_keys(rows: torch.Tensor, heads: Heads, shape: Tile) -> torch.Tensor:
+    """(rows, num_heads_kv, n) of any dtype and strides -> (heads.count, rows, width), one for each query head.
 
     The query heads of a single key head share its memory.
     """
     if heads.kv_stop - heads.kv_first == 1:
-        tile = _tile(1, rows, width)
+        tile = shape.empty(1, rows)
         tile[0, :, : rows.shape[-1]].copy_(rows[:, heads.kv_first])
         return tile.expand(heads.count, -1, -1)
-    tile = _tile(heads.count, rows, width)
+    tile = shape.empty(heads.count, rows)
     source = rows[:, heads.kv_first : heads.kv_stop].transpose(0, 1).unsqueeze(1)
     by_key_head = tile.view(-1, heads.per_key_head, *tile.shape[1:])
     by_key_head[..., : rows.shape[-1]].copy_(source)
     return tile
 
 
-def in_place(rows: torch.Tensor, heads: Heads, width: int) -> torch.Tensor:
-    """As `of_queries`, but a view where the rows are fp32, as wide, and dense in each row: for what is read once."""
-    if rows.dtype is torch.float32 and rows.shape[-1] == width and rows.stride(-1) == 1:
+def in_place(rows: torch.Tensor, heads: Heads, shape: Tile) -> torch.Tensor:
+    """As `of_queries`, but a view where the rows have that dtype and width, and are dense: for what is read once."""
+    if rows.dtype is shape.dtype and rows.shape[-1] == shape.width and rows.stride(-1) == 1:
         return rows[:, heads.first : heads.stop].transpose(0, 1)
-    return of_queries(rows, heads, width)
+    return of_queries(rows, heads, shape)
 
 
-def _tile(count: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-    make = torch.empty if width == rows.shape[-1] else torch.zeros
-    return make(count, rows.shape[0], width, dtype=torch.float32, device=rows.device)
+def largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value, NaN where there is one; 0 of nothing."""
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-low.item(), high.item())
 
 
 class Sum:
-    """fp32 partial results (heads, rows, width) added up in the order they come."""
+    """Partial results (heads, rows, width) added up in the order they come, in fp32 or wider."""
 
     def __init__(self, heads: int, rows: int) -> None:
         self._heads = heads
@@ -133,10 +149,7 @@ class Sum:
     def is_finite(self) -> bool:
         """Whether the sum holds neither NaN nor an infinity."""
         total = self.total
-        if total is None:
-            return True
-        low, high = torch.aminmax(total)
-        return math.isfinite(low.item()) and math.isfinite(high.item())
+        return total is None or math.isfinite(largest(total))
 
     def write(self, rows: torch.Tensor, first: int, stop: int) -> None:
         """Round the sum once into the heads first to stop of rows (rows, all heads, n); zeros if nothing was added."""
@@ -150,7 +163,7 @@ class Sum:
         """Add value (heads, m, width) where there are sums already, copy it where there are none yet; all sums."""
         memory = self._memory
         if memory is None:
-            memory = torch.empty(self._heads, self._rows, value.shape[2], dtype=torch.float32, device=value.device)
+            memory = value.new_empty(self._heads, self._rows, value.shape[2])
         if self._written < start:
             memory[:, self._written : start].zero_()
         seam = min(max(self._written, start), stop)

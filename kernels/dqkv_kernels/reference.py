@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dqkv.problem import Gradients, Problem, Report
-from dqkv_kernels import operands
-from dqkv_kernels.operands import Heads, Sum
-from dqkv_kernels.places import Chain, Place, chains, live_sequences
-from dqkv_kernels.plan import Inputs, Plan
-from dqkv_kernels.query_block import Kernel, QueryBlock, softmax_lse
-from dqkv_kernels.workers import Crew
+from dqkv_kernels.batch_jobs import BatchBackward, BatchStatistics
+from dqkv_kernels.batches import split
+from dqkv_kernels.place_jobs import PlaceBackward, PlaceStatistics
+from dqkv_kernels.places import chains, live_sequences
+from dqkv_kernels.plan import Plan
+from dqkv_kernels.tally import Tally
+from dqkv_kernels.workers import Crew, Job
 
 GAPS_MOST = 1024
 """Rows to be zeroed in more pieces than this are zeroed with all others: one pass over memory costs less."""
@@ -36,8 +37,7 @@ def attention_backward(
     crew, live = Crew(should_stop), live_sequences(problem)
     _zero_rows_without_gradient(problem, live, gradients, crew)
     tally = Tally(problem.shape.num_heads_q, device)
-    places = ((chain, place) for chain in chains(problem, live) for place in chain.places)
-    crew.run((Backward(plan, chain, place, tally, number) for number, (chain, place) in enumerate(places)), device)
+    crew.run(_backward_jobs(plan, live, tally), device)
     if "dsink" in gradients:
         gradients["dsink"].copy_(tally.dsink)
     report = Report(
@@ -61,121 +61,23 @@ def softmax_statistics(
     """Write a problem's softmax_lse into answer; see `dqkv_kernels.softmax_statistics`, which allocates it."""
     plan = Plan(problem=problem, tensors=tensors, answers={"softmax_lse": answer})
     answer.fill_(-torch.inf)
-    found = chains(problem, live_sequences(problem))
-    Crew(should_stop).run((Statistics(plan, place) for chain in found for place in chain.places), answer.device)
+    together, alone = split(problem, live_sequences(problem))
+    jobs: Iterator[Job] = chain(
+        (BatchStatistics(plan, batch) for batch in together),
+        (PlaceStatistics(plan, place) for each in chains(problem, alone) for place in each.places),
+    )
+    Crew(should_stop).run(jobs, answer.device)
 
 
-class Tally:
-    """What the places of one call add up to besides dq, dk and dv, in the order of their numbers.
-
-    kernels are the names of those that ran; dsink is fp64 (heads,), zeros without a sink.
-    """
-
-    def __init__(self, heads: int, device: torch.device) -> None:
-        self.kernels: set[str] = set()
-        self.dsink = torch.zeros(heads, dtype=torch.float64, device=device)
-        self._lock = threading.Lock()
-        self._next = 0
-        self._waiting: dict[int, tuple[Heads, torch.Tensor | None]] = {}
-
-    def add(self, number: int, heads: Heads, kernel: str, dsink: torch.Tensor | None) -> None:
-        """Take in the place of a number, whose dsink is fp64 (heads.count,) or None where it adds nothing."""
-        with self._lock:
-            if kernel:
-                self.kernels.add(kernel)
-            self._waiting[number] = heads, dsink
-            while self._next in self._waiting:
-                at, part = self._waiting.pop(self._next)
-                if part is not None:
-                    self.dsink[at.first : at.stop] += part
-                self._next += 1
-
-
-class Statistics:
-    """The softmax_lse of one place."""
-
-    def __init__(self, plan: Plan, place: Place) -> None:
-        self._plan = plan
-        self._place = place
-
-    def __call__(self, crew: Crew) -> None:
-        """Write the place's rows."""
-        plan, place = self._plan, self._place
-        inputs = Inputs(plan, place)
-        rows = operands.statistics_rows(plan.answers["softmax_lse"], plan.problem, place.sequence)
-        found = softmax_lse(inputs, inputs.queries("q"), crew)
-        rows[place.heads.first : place.heads.stop, place.q0 : place.q1] = found
-
-
-class Backward:
-    """The gradients of one place: all of its dq, and its part of dk, dv and dsink."""
-
-    def __init__(self, plan: Plan, chain: Chain, place: Place, tally: Tally, number: int) -> None:
-        self._plan = plan
-        self._chain = chain
-        self._place = place
-        self._tally = tally
-        self._number = number
-
-    def __call__(self, crew: Crew) -> None:
-        """Write dq, add dk and dv to the chain when it is this place's turn, tally dsink and which kernel ran."""
-        plan, place = self._plan, self._place
-        inputs = Inputs(plan, place)
-        sums, kernel, dsink = Sums.empty(inputs), "", None
-        if inputs.regions or inputs.has("sink"):
-            block = QueryBlock(inputs, crew)
-            dsink = block.dsink
-            for name, gradients in block.kernels if inputs.regions else ():
-                kernel, sums = name, Sums.of(inputs, gradients, crew)
-                if sums.dq.is_finite:
-                    break
-        rows = operands.query_rows(plan.answers["dq"], plan.problem, place.sequence)[place.q0 : place.q1]
-        sums.dq.write(rows, place.heads.first, place.heads.stop)
-        self._tally.add(self._number, place.heads, kernel, dsink)
-        crew.in_turn(self._chain.turns, place.turn, lambda: self._fold(inputs.k0, sums))
-
-    def _fold(self, k0: int, sums: Sums) -> None:
-        """Add the place's dk and dv to those of the chain, and write these after the last place."""
-        plan, chain, heads, sequence = self._plan, self._chain, self._place.heads, self._place.sequence
-        if chain.dk is None or chain.dv is None:
-            kv_heads = heads.kv_stop - heads.kv_first
-            chain.dk, chain.dv = Sum(kv_heads, sequence.k_len), Sum(kv_heads, sequence.k_len)
-        for role, total, part in (("dk", chain.dk, sums.dk), ("dv", chain.dv, sums.dv)):
-            if part.total is not None:
-                total.add(k0, part.total)
-            if self._place is chain.places[-1]:
-                rows = operands.key_rows(plan.answers[role], plan.problem, sequence)
-                total.write(rows, heads.kv_first, heads.kv_stop)
-        if self._place is chain.places[-1]:
-            chain.dk = chain.dv = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """What the regions of one place add up to; dk and dv from the first key on that any of them holds."""
-
-    dq: Sum
-    dk: Sum
-    dv: Sum
-
-    @classmethod
-    def empty(cls, inputs: Inputs) -> Sums:
-        """The sums of no regions."""
-        place, keys = inputs.place, inputs.k1 - inputs.k0
-        kv_heads = place.heads.kv_stop - place.heads.kv_first
-        return cls(dq=Sum(place.heads.count, place.q1 - place.q0), dk=Sum(kv_heads, keys), dv=Sum(kv_heads, keys))
-
-    @classmethod
-    def of(cls, inputs: Inputs, gradients: Kernel, crew: Crew) -> Sums:
-        """The sums of all regions."""
-        sums = cls.empty(inputs)
-        for region in inputs.regions:
-            crew.check()
-            dq, dk, dv = gradients(region)
-            sums.dq.add(region.q0 - inputs.place.q0, dq)
-            sums.dk.add(region.k0 - inputs.k0, dk)
-            sums.dv.add(region.k0 - inputs.k0, dv)
-        return sums
+def _backward_jobs(plan: Plan, live: NDArray[np.bool_], tally: Tally) -> Iterator[Job]:
+    """The jobs that write the gradients of the live sequences, numbered as the tally counts them."""
+    together, alone = split(plan.problem, live)
+    number = itertools.count()
+    for batch in together:
+        yield BatchBackward(plan, batch, tally, next(number))
+    for each in chains(plan.problem, alone):
+        for place in each.places:
+            yield PlaceBackward(plan, each, place, tally, next(number))
 
 
 def _zero_rows_without_gradient(

@@ -9,7 +9,8 @@ import torch
 
 from dqkv_kernels.visibility import Cover, Region
 
-KERNEL = "tiled-fp32"
+KERNELS = {torch.float32: "tiled-fp32", torch.float64: "tiled-fp64"}
+"""Names by the dtype that everything is computed in."""
 TILE_ROWS = 256
 TILE_KEYS = 512
 """A tile of logits and one of their gradients stay in a core's cache."""
@@ -32,11 +33,12 @@ def gradients(
     logits: Logits,
     mask: Mask,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq (heads, rows, head_dim), dk and dv (heads, keys, head_dim and head_dim_v) that a region adds, in fp32.
+    """dq (heads, rows, head_dim), dk and dv (heads, keys, head_dim and head_dim_v) that a region adds.
 
     queries are q (heads, rows, head_dim), dout (heads, rows, head_dim_v), delta - dlse and softmax_lse (heads, rows)
-    of its rows; keys are k, v (heads, keys, head_dim and head_dim_v); mask gives a region's visibility, bool
-    (rows, keys). What a row does not see, and rows whose softmax_lse is infinite, weigh exactly 0.
+    of its rows; keys are k, v (heads, keys, head_dim and head_dim_v); all have one dtype, which is that of the sums.
+    mask gives a region's visibility, bool (rows, keys) or (heads, rows, keys). What a row does not see, and rows whose
+    softmax_lse is infinite, weigh exactly 0.
     """
     q, dout, delta, softmax_lse = queries
     k, v = keys
@@ -48,7 +50,7 @@ def gradients(
     for rows, cols in _tiles(region):
         hidden = hidden_rows[:, rows, None]
         if seen is not None:
-            hidden = hidden | ~seen[rows, cols]
+            hidden = hidden | ~seen[..., rows, cols]
         weight, slope = _logits(q[:, rows], k[:, cols], logits)
         weight = weight.sub_(softmax_lse[:, rows]).exp_().masked_fill_(hidden, 0.0)
         dv[:, cols].baddbmm_(weight.transpose(1, 2), dout[:, rows])
@@ -61,11 +63,28 @@ def gradients(
     return dq.mul_(logits.softmax_scale), dk.mul_(logits.softmax_scale), dv
 
 
-class LogSumExp:
-    """softmax_lse (heads, rows) of a block of rows, region after region."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistics:
+    """A row's softmax: its largest logit, and the sum of all exp(logit - largest); each (heads, rows).
 
-    def __init__(self, heads: int, rows: int, device: torch.device) -> None:
-        self._largest = torch.full((heads, rows), -torch.inf, dtype=torch.float32, device=device)
+    Apart they keep what their sum rounds away: a softmax_lse of thousands in fp32 is 1e-4 off, and each weight with it.
+    largest is -inf in rows that see nothing and NaN in rows whose logits overflowed; both have a total of 1.
+    """
+
+    largest: torch.Tensor
+    total: torch.Tensor
+
+    @property
+    def softmax_lse(self) -> torch.Tensor:
+        """(heads, rows): the natural logarithm of the sum of all exp(logit)."""
+        return self.largest + self.total.log()
+
+
+class LogSumExp:
+    """The statistics of a block of rows (heads, rows), region after region, in the dtype of q."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._largest = q.new_full(q.shape[:2], -torch.inf)
         self._total = torch.zeros_like(self._largest)
 
     def add(
@@ -78,7 +97,7 @@ class LogSumExp:
         for rows, cols in _tiles(region):
             logit, _ = _logits(q[:, rows], k[:, cols], logits)
             if seen is not None:
-                logit.masked_fill_(~seen[rows, cols], -torch.inf)
+                logit.masked_fill_(~seen[..., rows, cols], -torch.inf)
             before = largest[:, rows]
             after = torch.maximum(before, logit.amax(-1))
             # A row without a key so far has no largest logit: subtract 0 there, -inf minus -inf is NaN.
@@ -87,10 +106,24 @@ class LogSumExp:
             total[:, rows] += logit.sub_(shift.unsqueeze(-1)).exp_().sum(-1)
             largest[:, rows] = after
 
-    def value(self, sink: torch.Tensor | None) -> torch.Tensor:
-        """The statistic (heads, rows), fp32: -inf where no key was seen, or the sink logit (heads,)."""
-        seen = torch.where(torch.isinf(self._largest), self._largest, self._largest + self._total.log())
-        return seen if sink is None else torch.logaddexp(seen, sink.float().unsqueeze(-1))
+    def value(self, sink: torch.Tensor | None, blind: torch.Tensor | None) -> Statistics:
+        """The statistics with the sink logit, which broadcasts to (heads, rows), among the logits.
+
+        blind says, bool that broadcasts to (heads, rows), which rows see no key at all; None is none.
+        """
+        largest, total = self._largest, self._total
+        if sink is not None:
+            after = torch.maximum(largest, sink)
+            shift = after.masked_fill(torch.isinf(after), 0.0)
+            largest, total = after, total * (largest - shift).exp() + (sink - shift).exp()
+        nothing = torch.isneginf(largest)
+        if blind is None:
+            nothing = torch.zeros_like(nothing)
+        else:
+            nothing &= blind
+        # A row that sees keys and has an infinite logit is no row that sees nothing: it must not answer 0.
+        largest = largest.masked_fill(torch.isinf(largest) & ~nothing, torch.nan)
+        return Statistics(largest=largest, total=total.masked_fill(nothing | torch.isnan(largest), 1.0))
 
 
 def _tiles(region: Region) -> Iterator[tuple[slice, slice]]:

@@ -17,9 +17,9 @@ from oracle.problems import as_given, to_problem
 
 import dqkv_kernels
 from dqkv import errors
-from dqkv.problem import INPUT_ROLES, Arch, Options
-from dqkv.tensor import DType
-from dqkv_kernels import places, plan, reference_flash, reference_tiled, visibility
+from dqkv.problem import INPUT_ROLES, Arch, Options, Problem, Window
+from dqkv.tensor import DType, Tensor
+from dqkv_kernels import inputs, places, plan, reference_flash, reference_tiled, visibility
 
 FLASH, TILED = "cpu/flash-fp32", "cpu/tiled-fp32"
 ROLES = ("dq", "dk", "dv", "dsink")
@@ -59,7 +59,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(visibility, "KEYS_PER_REGION", 40)
     monkeypatch.setattr(places, "JOB_ROWS", (24, 64))
     monkeypatch.setattr(places, "JOB_BYTES", 2**15)
-    monkeypatch.setattr(plan, "KEYS_KEPT", 64)
+    monkeypatch.setattr(inputs, "KEYS_KEPT", 64)
     monkeypatch.setattr(reference_tiled, "TILE_ROWS", 20)
     monkeypatch.setattr(reference_tiled, "TILE_KEYS", 24)
 
@@ -174,6 +174,35 @@ def test_statistics_are_those_of_the_forward(name, blocks, request):
     seen = torch.isfinite(want)
     size = max(1.0, float(want[seen].abs().max()))
     assert (found.double() - want)[seen].abs().max() < 2e-6 * size
+
+
+@pytest.mark.parametrize("scale", [0.125, 10.0, 60.0, 300.0])
+@pytest.mark.parametrize("sequences", [1, 16], ids=["one", "many"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_absent_statistics_cost_logits_of_thousands_no_accuracy(scale, sequences, is_causal):
+    generator = torch.Generator().manual_seed(3)
+    rows = 300 // sequences
+    q, k, v, dout = (torch.randn(sequences, rows, 3, 64, generator=generator) for _ in range(4))
+
+    def eager(dtype):
+        one, two, three, four = (tensor.to(dtype).transpose(1, 2) for tensor in (q, k, v, dout))
+        logits = one @ two.transpose(2, 3) * scale
+        if is_causal:
+            logits = logits.masked_fill(~torch.ones(rows, rows, dtype=torch.bool).tril(), -torch.inf)
+        weights = torch.softmax(logits, -1)
+        out = weights @ three
+        drops = weights * (four @ three.transpose(2, 3) - (four * out).sum(-1, keepdim=True)) * scale
+        parts = drops @ two, drops.transpose(2, 3) @ one, weights.transpose(2, 3) @ four
+        return out.transpose(1, 2).float(), [part.transpose(1, 2).double() for part in parts]
+
+    out, exact = eager(torch.float64)
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "out": out.contiguous()}
+    options = Options(softmax_scale=scale, window=Window(right=0 if is_causal else None))
+    specs = {role: Tensor.dense(DType.FP32, tuple(tensor.shape), None) for role, tensor in tensors.items()}
+    found = dqkv_kernels.attention_backward(Problem(**specs, options=options), tensors)
+    for role, want, rough in zip(ROLES, exact, eager(torch.float32)[1], strict=False):
+        limit = 3 * (rough - want).abs().max() + 2e-6 * want.abs().max()
+        assert (getattr(found, role) - want).abs().max() < limit, role
 
 
 def test_key_blocks_with_the_global_statistic_add_up():
