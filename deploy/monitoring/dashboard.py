@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from dqkv.metrics import Declared
 from dqkv.settings import Settings
 from monitoring.alerts import BACKWARD
 from monitoring.panels import SOURCE, WIDTH, About, Line, Step, facts, lines, number, states
-from monitoring.promql import Scope
+from monitoring.promql import Scope, series_of
 
 UID = "dqkv"
 _DEVICE = "{{instance}} {{device}}"
@@ -52,9 +53,9 @@ def dashboard() -> models.Dashboard:
     )
     composed = {title: panels() for title, panels in _ROWS.items()}
     built = [panel.build() for panels in composed.values() for panel in panels]
-    shown = " ".join(target.expr for panel in built for target in panel.targets)
+    shown = {word for panel in built for target in panel.targets for word in re.findall(r"\w+", target.expr)}
     # No metric is forgotten.
-    rest = [_plain(metric) for metric in metrics.declarations() if metric.name not in shown]
+    rest = [_plain(metric) for metric in metrics.declarations() if not series_of(metric) & shown]
     for title, panels in (composed | {"Everything else": rest}).items():
         board.with_row(boards.Row(title))
         for panel in panels:

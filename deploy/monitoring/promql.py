@@ -19,6 +19,12 @@ class Like(str):
     __slots__ = ()
 
 
+def series_of(metric: Declared[Any]) -> set[str]:
+    """The names under which a metric's series are exposed."""
+    parts = ("_bucket", "_count", "_sum") if metric.kind is Histogram else ("",)
+    return {f"{metric.name}{part}" for part in parts}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
     """Which samples an expression takes: those of targets with these matchers, rates over this window."""

@@ -13,14 +13,12 @@ from typing import Any
 import promql_parser as promql
 import pytest
 import yaml
-from prometheus_client import Histogram
 from rig.deployed import DEPLOY, ROOT
 
 from dqkv import metrics
-from dqkv.metrics import Declared
 from dqkv.v1 import gradient_pb2 as pb
 from monitoring import alerts
-from monitoring.promql import TARGET, Like, Scope
+from monitoring.promql import TARGET, Like, Scope, series_of
 
 KEPT = ("prometheus/alerts.yaml", "grafana/dashboards/dqkv.json")
 DASHBOARD = json.loads((DEPLOY / KEPT[1]).read_text())
@@ -30,13 +28,7 @@ OF_PROMETHEUS = {"up": TARGET, "ALERTS": ("alertname", "alertstate")}
 """Series that Prometheus makes itself."""
 
 
-def exposed(metric: Declared[Any]) -> set[str]:
-    """Names of the metric's series."""
-    parts = ("_bucket", "_count", "_sum") if metric.kind is Histogram else ("",)
-    return {f"{metric.name}{part}" for part in parts}
-
-
-NAMES = {name: metric for metric in metrics.declarations() for name in exposed(metric)}
+NAMES = {name: metric for metric in metrics.declarations() for name in series_of(metric)}
 
 
 def expressions() -> Iterator[tuple[str, str, str]]:
