@@ -10,11 +10,14 @@ from pathlib import Path
 
 from dqkv_kernels.build import default_set
 from dqkv_kernels.key import Kernel, KernelKey
+from dqkv_kernels.tiles import rows_of
 
 DIRECTORY = Path(__file__).parents[1] / "build" / "kernels"
 WHOLE = ((80, "sm_80"), (80, "sm_90a"), (90, "sm_90a"))
 """Families and targets whose whole default set is gated; of the others the main loops, whose tiles are their own."""
 MAIN_LOOPS = ((80, "sm_86"), (80, "sm_120"))
+LANES = (100, "sm_90a")
+"""The postprocess of tensor memory's order, for a target that can run it without tensor memory."""
 
 
 def gated_keys() -> list[KernelKey]:
@@ -22,7 +25,23 @@ def gated_keys() -> list[KernelKey]:
     keys = [key for pair in WHOLE for key in default_set(*pair)]
     for pair in MAIN_LOOPS:
         keys += [key for key in default_set(*pair) if key.kernel is Kernel.MAIN_LOOP and key.dtype == "bf16"]
-    return keys
+    return [*keys, *lanes_keys()]
+
+
+def lanes_keys() -> list[KernelKey]:
+    """The postprocess kernels that show the order of tensor memory on a device that has none."""
+    return [
+        KernelKey(
+            kernel=Kernel.POSTPROCESS,
+            arch=LANES[0],
+            target=LANES[1],
+            dtype=dtype,
+            head_dim=tile.head_dim,
+            head_dim_v=tile.head_dim_v,
+        )
+        for tile in rows_of(*LANES)
+        for dtype in ("bf16", "fp16", "fp32")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

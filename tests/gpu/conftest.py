@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the artifacts are, and where to write the record."""
     parser.addoption("--kernels", type=Path, default=ROOT / "build" / "kernels", help="directory of built kernels")
     parser.addoption("--record", type=Path, default=None, help="write what ran and how near it was to this file")
+    parser.addoption("--add", action="store_true", help="keep in that file what this run did not see")
 
 
 @pytest.fixture(scope="session")
@@ -35,23 +36,30 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Writes the record of a run in which everything passed."""
+    """Writes the record of a run in which everything passed; with --add, over what it held of other tests."""
     path = session.config.getoption("--record")
     record = session.config.stash.get(_RECORD, None)
     if path is None or record is None or exitstatus != 0:
         return
+    before = json.loads(path.read_text()) if session.config.getoption("--add") else {}
+    kernels = {**before.get("kernels", {}), **record.kernels}
+    facts = {**before.get("facts", {}), **record.facts}
+    errors = {
+        arch: {**before.get("error_over_budget", {}).get(arch, {}), **record.errors.get(arch, {})}
+        for arch in sorted({*before.get("error_over_budget", {}), *record.errors})
+    }
     worst = {
         arch: max(max(gradients.values(), default=0.0) for gradients in answers.values())
-        for arch, answers in record.errors.items()
+        for arch, answers in errors.items()
     }
     content = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "tvm_ffi": version("apache-tvm-ffi"),
-        "tests": session.testscollected,
-        "facts": record.facts,
+        "tests": max(session.testscollected, before.get("tests", 0)),
+        "facts": facts,
         "worst_error_over_budget": worst,
-        "error_over_budget": record.errors,
-        "kernels": record.kernels,
+        "error_over_budget": errors,
+        "kernels": kernels,
     }
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import weakref
 
 import pytest
@@ -20,8 +21,10 @@ from dqkv.errors import ArtifactMissing
 from dqkv.problem import INPUT_ROLES
 from dqkv_kernels import attention_backward, softmax_statistics
 from dqkv_kernels.artifacts import Artifacts
+from dqkv_kernels.build import build, default_set
 from dqkv_kernels.chain import Chain, Workspace
 from dqkv_kernels.dtypes import TORCH_DTYPES
+from dqkv_kernels.key import Kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -149,3 +152,45 @@ def test_the_report_says_what_ran(gpu: Gpu):
         assert report.arch == arch
         assert report.kernel.startswith(f"main_loop-arch{arch[2:]}-")
         assert not report.softmax_lse_recomputed
+
+
+def test_a_chain_is_captured_in_a_graph_and_replayed_on_other_numbers(gpu: Gpu):
+    problem, tensors = request_of(gpu, "det_mha_s512")
+    chain, stream = new_chain(gpu), torch.cuda.Stream()
+    answers = {
+        role: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=gpu.device)
+        for role, spec in problem.gradients.items()
+    }
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention_backward(problem, tensors, answers, chain=chain)  # loads its kernels and takes its memory
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        attention_backward(problem, tensors, answers, chain=chain)
+    tensors["dout"].mul_(-2.0)
+    expected = gpu.answer(problem, tensors, gpu.chain)
+    for answer in answers.values():
+        answer.fill_(float("nan"))
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    for role, answer in answers.items():
+        assert torch.equal(answer, getattr(expected, role))
+
+
+def test_a_process_forked_after_cuda_began_builds_without_it(gpu: Gpu, tmp_path):
+    torch.zeros(1, device=gpu.device)
+    key = next(key for key in default_set(90, "sm_90a") if key.kernel is Kernel.POSTPROCESS)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=lambda: theirs.send([built.error for built in build([key], tmp_path)]))
+    child.start()
+    try:
+        assert ours.poll(60.0), "the forked process hangs"
+        (error,) = ours.recv()
+    finally:
+        child.kill()
+        child.join()
+    # where there is no compiler it says so
+    assert error == "" or "No module named 'cutlass'" in error

@@ -36,7 +36,8 @@ def test_the_default_sets_answer_every_case_on_every_target(case):
             continue
         inputs = build_inputs(case, variant)
         for target in set(TARGETS.values()):
-            for arch in ("auto", "sm80"):
+            lowest = min(arch for arch, targets in ARCH_TARGETS.items() if target in targets)
+            for arch in ("auto", f"sm{lowest}"):
                 problem = to_problem(dataclasses.replace(inputs, arch=arch), as_given)
                 assert set(LaunchPlan(problem=problem, target=target).keys.values()) <= ready_on(target)
 
@@ -44,7 +45,7 @@ def test_the_default_sets_answer_every_case_on_every_target(case):
 def test_a_family_runs_on_its_own_targets_alone():
     problem = to_problem(dataclasses.replace(build_inputs(BY_NAME["hd128_dv96"]), arch="sm90"), as_given)
     assert LaunchPlan(problem=problem, target="sm_90a").arch == 90
-    for target in ("sm_80", "sm_86", "sm_120"):
+    for target in ("sm_80", "sm_86", "sm_100a", "sm_120"):
         with pytest.raises(errors.ArchUnavailable, match="sm90"):
             _ = LaunchPlan(problem=problem, target=target).arch
 
@@ -89,10 +90,19 @@ def test_a_window_stays_within_what_int32_holds():
     assert sinks == 0
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (10, 0), (10, 3), (11, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (10, 3), (11, 0)])
 def test_a_device_without_kernels_is_refused_in_words(capability):
     with pytest.raises(errors.ArchUnavailable, match=f"{capability[0]}.{capability[1]} has no kernels"):
         target_of(capability)
+
+
+@pytest.mark.parametrize(("role", "rows"), [("q", {"seqlen_q": 2**31}), ("k", {"seqlen_k": 2**31})])
+def test_more_rows_than_a_tensor_copy_can_name_are_refused(role, rows):
+    plan = plan_of("noncausal_square_128", "sm_100a")
+    problem = dataclasses.replace(plan.problem)
+    object.__setattr__(problem, "shape", dataclasses.replace(plan.problem.shape, **rows))
+    with pytest.raises(errors.TooLarge, match=f"{role} has {2 * 2**31} rows|{role} has {2**31} rows"):
+        _ = LaunchPlan(problem=problem, target="sm_100a").tile
 
 
 @pytest.mark.parametrize("target", ARCH_TARGETS[80])
@@ -115,7 +125,24 @@ def test_names_of_kernels_are_all_different_and_give_back_their_key():
     assert all(KernelKey.from_dict(key.as_dict()) == key for key in keys)
 
 
-@pytest.mark.parametrize(("arch", "target"), [(80, "sm_100a"), (80, "sm_90"), (70, "sm_80")])
+@pytest.mark.parametrize(("arch", "target"), [(80, "sm_100a"), (100, "sm_90a"), (80, "sm_90"), (70, "sm_80")])
 def test_a_set_for_a_pair_that_is_not_made_is_refused(arch, target):
     with pytest.raises(errors.ArchUnavailable, match=f"arch {arch} for target {target}"):
         default_set(arch, target)
+
+
+def test_a_bound_of_the_lengths_asks_for_no_other_kernel():
+    problem = to_problem(build_inputs(BY_NAME["varlen_tile_straddle"]), as_given)
+    longest = max(problem.shape.seqlen_q, problem.shape.seqlen_k)
+    plans = [
+        LaunchPlan(
+            problem=dataclasses.replace(
+                problem,
+                queries=dataclasses.replace(problem.queries, max_seqlen=bound),
+                keys=dataclasses.replace(problem.keys, max_seqlen=bound),
+            ),
+            target="sm_90a",
+        )
+        for bound in (None, *range(longest, longest + 20))
+    ]
+    assert len({tuple(plan.keys.values()) for plan in plans}) == 1
