@@ -9,10 +9,10 @@ TOOLED := $(TOOLS)/.installed
 PIP := $(BIN)/pip --disable-pip-version-check --quiet install -c constraints.txt
 
 .PHONY: help demo serve test test-large test-kernels test-interpreters check fix proto check-proto monitoring
-.PHONY: check-monitoring check-deploy kernels bench
+.PHONY: test-container check-monitoring check-deploy kernels bench
 
 help:
-	@echo "make demo | serve | test | test-large | test-kernels | check | fix | proto | monitoring | kernels | bench (see CONTRIBUTING.md)"
+	@echo "make demo | serve | test | test-large | test-kernels | test-container | check | fix | proto | monitoring | kernels | bench (see CONTRIBUTING.md)"
 
 demo: $(INSTALLED)
 	$(BIN)/dqkv demo
@@ -68,6 +68,10 @@ kernels: $(COMPILER)
 # Compiles every kernel of the default sets without a GPU, about five minutes on two cores; kept while nothing changes.
 test-kernels: $(COMPILER)
 	$(BIN)/pytest tests/kernels
+
+# Builds the image and runs it: by Docker where its engine answers, else by root with podman, runc and debootstrap.
+test-container: $(INSTALLED)
+	$(BIN)/pytest tests/container
 
 bench: $(INSTALLED)
 	set -e; for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
