@@ -16,6 +16,9 @@ from dqkv_kernels.workspace import ALIGNMENT_BYTES
 STRIDES_KEPT = 64
 """Different strides of one tensor that are remembered: a caller has few, and more are no more than slow."""
 
+STRIDE_LIMIT = 2**31
+"""What a dimension of size 1 may say is between its elements, of which there are no two."""
+
 _View = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -71,6 +74,7 @@ class Argument:
             sized = tuple(0 if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True))
             if any(stride % vector for stride in sized) or strides[-1] != 1 or not tensor.numel():
                 return _How.COPIED
-            if any(stride % vector for stride in strides[:-1]):
+            odd = any(stride % vector for stride in strides[:-1])
+            if odd or any(size == 1 and stride > STRIDE_LIMIT for size, stride in zip(shape, strides, strict=True)):
                 return shape, (*sized, strides[-1])
         return _How.AS_ONE_BATCH if self.is_packed else _How.AS_IS

@@ -158,13 +158,14 @@ def test_memory_between_the_rows_of_an_answer_is_left_alone(kernels):
     assert (wide[..., 65:] == 7.0).all()
 
 
-def test_a_dimension_of_one_may_carry_any_stride(kernels):
+@pytest.mark.parametrize("stride", [3, 2**40])
+def test_a_dimension_of_one_may_carry_any_stride(kernels, stride):
     tensors = dense(batch=1)
-    odd = {role: tensor.as_strided(tensor.shape, (3, *tensor.stride()[1:])) for role, tensor in tensors.items()}
+    odd = {role: tensor.as_strided(tensor.shape, (stride, *tensor.stride()[1:])) for role, tensor in tensors.items()}
     launches_of(problem_of(tensors), kernels).run(odd, {}, Workspace(CPU))
     seen = kernels.read()["q"]
     assert seen.data_ptr() == tensors["q"].data_ptr()
-    assert not any(stride % 8 for stride in seen.stride()[:-1])
+    assert not any(each % 8 or each >= 2**40 for each in seen.stride()[:-1])
 
 
 def test_an_absent_softmax_lse_is_recomputed_into_scratch_memory(kernels):
