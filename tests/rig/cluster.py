@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .fleet import free_ports
 from .process import children, is_alive, wait_for
 from .server import DEFAULTS, STOP_S, Running
 
@@ -138,15 +138,6 @@ def ray_front(cluster: Cluster, *, workers: int) -> Iterator[Running]:
         reader.join(STOP_S)
         if process.stderr is not None:
             process.stderr.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at, on any address of this machine."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def listens(pid: int, port: int) -> bool:

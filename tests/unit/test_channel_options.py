@@ -10,7 +10,7 @@ from grpc._cython import cygrpc
 from dqkv.client.endpoint import CHANNEL_OPTIONS
 from dqkv.server.ports import KEEPALIVE_S, PING_INTERVAL_S, grpc_options
 
-SERVER_OPTIONS = dict(grpc_options(1 << 20))
+SERVER_OPTIONS = dict(grpc_options(1 << 20, 300.0))
 PINGS = "grpc.keepalive_time_ms"
 
 

@@ -34,6 +34,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     # What may be sent again is decided by the reason of the error, not by the transport.
     ("grpc.enable_retries", 0),
+    # A name with several addresses is several servers: calls go round them, and past one that is gone.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # The default of 30 s would leave a client long with the servers that are left, while new ones wait.
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),
     # Two clients of one process do not share a connection, nor its flow control.
     ("grpc.use_local_subchannel_pool", 1),
 )

@@ -39,7 +39,7 @@ class GrpcServers:
     """The two servers over one core: `listen`, then `start`, then `stop`, on the core's loop."""
 
     def __init__(self, settings: Settings, core: Core, door: Doorkeeper) -> None:
-        options = ports.grpc_options(settings.message_bytes)
+        options = ports.grpc_options(settings.message_bytes, settings.connection_age_s)
         self._settings = settings
         self._core = core
         self._door = door

@@ -39,8 +39,11 @@ class Listener(Protocol):
         """Listens with TLS; returns the port."""
 
 
-def grpc_options(message_bytes: int) -> list[tuple[str, Any]]:
-    """Options of both gRPC servers; message_bytes is the largest message, both ways."""
+def grpc_options(message_bytes: int, connection_age_s: float) -> list[tuple[str, Any]]:
+    """Options of both gRPC servers; message_bytes is the largest message, both ways.
+
+    connection_age_s is how old a connection gets, in seconds: calls on it end, new ones take a new connection.
+    """
     return [
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
@@ -49,6 +52,8 @@ def grpc_options(message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         ("grpc.http2.max_frame_size", FRAME_NBYTES_LIMIT),
         ("grpc.http2.lookahead_bytes", LOOKAHEAD_NBYTES),
+        # With no limit of its own on how long calls on an old connection may still take.
+        ("grpc.max_connection_age_ms", int(connection_age_s * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
