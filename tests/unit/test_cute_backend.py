@@ -20,7 +20,7 @@ import torch
 from blocks import Placed, Sizes, exact, placed
 
 from dqkv import errors
-from dqkv.backend import cute, messages
+from dqkv.backend import cute, driver, messages
 from dqkv.backend.base import DeviceBroken, DeviceState, Task
 from dqkv.backend.channel import Channel
 from dqkv.backend.cute import CuteBackend
@@ -33,6 +33,7 @@ from dqkv.scheduler.lane import Lane
 from dqkv.scheduler.placement import place
 from dqkv.tensor import DType
 from dqkv_kernels import attention_backward
+from dqkv_kernels.on_demand import OnDemandArtifacts
 
 OUT_OF_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 SMALL = Sizes(seqlen=33, head_dim=32, dtype=DType.BF16)
@@ -232,7 +233,52 @@ def test_a_request_goes_where_it_can_run_or_is_refused(
         assert (lane.device.name, arch) == where
 
 
+# ---- its start
+class ToldDriver:
+    """Notes what it is asked; `status` is what starting it answers."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.asked: list[Any] = []
+
+    def cuInit(self, flags: int) -> int:
+        return self.status
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = 40 + index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        self.asked.append(device.value)
+        return 0
+
+
+@pytest.mark.parametrize(("status", "asked"), [(0, [43]), (100, [])])
+def test_the_context_of_its_gpu_is_made_beside_the_import_of_torch(
+    monkeypatch: pytest.MonkeyPatch, status: int, asked: list[int]
+) -> None:
+    told = ToldDriver(status)
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: told)
+    driver.warm_up(3).join(60)
+    assert told.asked == asked
+
+
+def test_a_machine_without_a_driver_is_warmed_up_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    monkeypatch.setattr(driver, "DRIVER", "libcuda-that-is-nowhere.so.1")
+    driver.warm_up(0).join(60)
+    assert failures == []
+
+
 # ---- kernels that are built when they are needed
+@pytest.mark.parametrize("builds", [False, True])
+def test_a_backend_builds_only_where_it_may(cuda: Cuda, tmp_path: Path, builds: bool) -> None:
+    backend = load_backend("cuda:0", num_threads=1, kernels=tmp_path, builds=builds)
+    assert isinstance(backend, CuteBackend)
+    assert isinstance(backend._artifacts, OnDemandArtifacts) == builds
+
+
 def test_a_kernel_that_is_being_built_fails_its_request_with_a_time_to_come_back(backend: CuteBackend) -> None:
     ToldChain.failures = [errors.KernelBuilding("being built", retry_after_s=5.0)]
     with placed(SMALL) as one:

@@ -11,15 +11,17 @@ import ctypes
 import importlib.util
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from dqkv import errors
+from dqkv.backend.driver import DRIVER
 from dqkv.backend.findings import Findings, Gpu
 from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
+from dqkv.backend.proof import DRIVER, device_id
 
-DRIVER = "libcuda.so.1"
 CUDA_NO_DEVICE = 100
 MAJOR, MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
@@ -84,7 +86,8 @@ def _gpu(driver: ctypes.CDLL, index: int, lack: str, kernels: Path, builds: bool
     if lack:
         return Gpu(index=index, model=model, faults=(lack,))
     try:
-        sets = kernel_sets((capability[0], capability[1]), artifacts_in(kernels, builds=builds))
+        artifacts = artifacts_in(kernels, builds=builds)
+        sets = kernel_sets((capability[0], capability[1]), artifacts, partial(device_id, driver, index))
     except errors.ArchUnavailable as error:
         return Gpu(index=index, model=model, faults=(error.message,))
     return Gpu(
@@ -92,6 +95,8 @@ def _gpu(driver: ctypes.CDLL, index: int, lack: str, kernels: Path, builds: bool
         model=model,
         archs=tuple(each.arch for each in sets if not each.fault),
         faults=tuple(f"{each.arch}: {each.fault}" for each in sets if each.fault),
+        unproven=(unproven := tuple(each.arch for each in sets if each.is_unproven)),
+        uuid=device_id(driver, index) if unproven else "",
     )
 
 

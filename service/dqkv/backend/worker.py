@@ -22,6 +22,7 @@ from pathlib import Path
 from dqkv import errors
 from dqkv.backend import messages
 from dqkv.backend.base import Backend, DeviceBroken, Task
+from dqkv.backend.driver import warm_up
 
 EXIT_FRONT_GONE = 3
 EXIT_REFUSED = 4
@@ -201,13 +202,16 @@ def load_backend(device: str, *, num_threads: int, kernels: Path | None = None, 
 
     Raises OptionInvalid when no backend drives that kind of device, and what the backend raises while it starts.
     """
-    kind, _, _ = device.partition(":")
+    kind, _, index = device.partition(":")
     match kind:
         case "cpu":
             from dqkv.backend.cpu import CpuBackend
 
             return CpuBackend(device, num_threads=num_threads)
         case "cuda" if kernels is not None:
+            # The driver starts while torch is imported.
+            if index.isdecimal():
+                warm_up(int(index))
             from dqkv.backend.cute import CuteBackend
 
             return CuteBackend(device, kernels=kernels, num_threads=num_threads, builds=builds)
