@@ -106,7 +106,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def use(monkeypatch: pytest.MonkeyPatch, sm90: str, sm80: str) -> None:
     sets = [KernelSet(arch=Arch.SM90, fault=sm90), KernelSet(arch=Arch.SM80, fault=sm80)]
-    monkeypatch.setattr(cute, "kernel_sets", lambda capability, artifacts: sets)
+    monkeypatch.setattr(cute, "kernel_sets", lambda capability, artifacts, *_: sets)
 
 
 @pytest.fixture

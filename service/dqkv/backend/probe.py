@@ -20,7 +20,7 @@ from dqkv import errors
 from dqkv.backend.driver import DRIVER
 from dqkv.backend.findings import Findings, Gpu
 from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
-from dqkv.backend.proof import DRIVER, device_id
+from dqkv.backend.proof import device_id
 
 CUDA_NO_DEVICE = 100
 MAJOR, MINOR = 75, 76
