@@ -13,7 +13,7 @@ from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.tiles import rows_of
 
 DIRECTORY = Path(__file__).parents[1] / "build" / "kernels"
-WHOLE = ((80, "sm_80"), (80, "sm_90a"), (90, "sm_90a"))
+WHOLE = ((80, "sm_80"), (80, "sm_90a"), (90, "sm_90a"), (100, "sm_100a"))
 """Families and targets whose whole default set is gated; of the others the main loops, whose tiles are their own."""
 MAIN_LOOPS = ((80, "sm_86"), (80, "sm_120"))
 LANES = (100, "sm_90a")

@@ -19,7 +19,7 @@ from dqkv import errors
 from dqkv.errors import ArtifactForeign, ArtifactMissing, BuildFailed
 from dqkv_kernels.artifacts import Artifacts
 from dqkv_kernels.key import Kernel, KernelKey
-from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, rows_of
+from dqkv_kernels.tiles import ARCH_TARGETS, rows_of, statistics_arch
 
 INPUT_DTYPES = ("bf16", "fp16")
 LOCKS = ".locks"
@@ -46,7 +46,7 @@ def default_set(arch: int, target: str) -> tuple[KernelKey, ...]:
 
     widths = [(row.head_dim, row.head_dim_v) for row in rows_of(arch, target)]
     keys = []
-    if arch == STATISTICS_ARCH:
+    if arch == statistics_arch(target):
         for dtype, head_dim, softcap in product(INPUT_DTYPES, sorted({pair[0] for pair in widths}), (False, True)):
             keys.append(key(Kernel.STATISTICS, dtype, head_dim, softcap=softcap))
     for (head_dim, head_dim_v), dtype in product(widths, INPUT_DTYPES):

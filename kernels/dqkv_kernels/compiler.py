@@ -21,11 +21,18 @@ from dqkv_kernels.device.preprocess import Preprocess
 from dqkv_kernels.device.sm80.main_loop import MainLoop80
 from dqkv_kernels.device.sm90.main_loop import MainLoop90
 from dqkv_kernels.device.sm90.wide import WideMainLoop90
+from dqkv_kernels.device.sm100.main_loop import MainLoop100
 from dqkv_kernels.device.statistics import Statistics
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.tiles import tile_for
 
-MAIN_LOOPS: dict[str, Any] = {"sm80": MainLoop80, "sm90": MainLoop90, "sm90_wide": WideMainLoop90}
+MAIN_LOOPS: dict[str, Any] = {
+    "sm80": MainLoop80,
+    "sm90": MainLoop90,
+    "sm90_wide": WideMainLoop90,
+    "sm100": MainLoop100,
+    "sm100_wide": MainLoop100,
+}
 # device code has no types
 SIDE_KERNELS: dict[Kernel, Any] = {
     Kernel.STATISTICS: Statistics,

@@ -20,7 +20,7 @@ class Kernel(StrEnum):
 class KernelKey:
     """Everything a kernel is compiled for; whatever is not here is a run-time value.
 
-    arch: the family of the main loop (80). target: what machine code is made for (sm_80, sm_86, sm_90a, sm_120).
+    arch: the family of the main loop (80, 90, 100). target: what machine code is made for, as tiles.py names it.
     dtype: bf16 or fp16 of the inputs; of dq for the postprocess, where fp32 occurs too. head_dim, head_dim_v: padded
     widths. A fact that does not concern a kernel is None: head_dim_v (statistics), softcap (preprocess, postprocess),
     grad_dtype (all but the main loop).

@@ -12,11 +12,13 @@ from dqkv import errors
 from dqkv.problem import Arch, Problem
 from dqkv.tensor import DType
 from dqkv_kernels.key import Kernel, KernelKey
-from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH, TARGETS, Tile, tile_holding
+from dqkv_kernels.tiles import ARCH_TARGETS, TARGETS, Tile, statistics_arch, tile_holding
 
-ARCHS = {Arch.SM80: 80, Arch.SM90: 90}
+ARCHS = {Arch.SM80: 80, Arch.SM90: 90, Arch.SM100: 100}
 LOG2_E = 1.4426950408889634
 GRID_LIMIT = 2**31 - 1
+ROW_LIMITS = {100: 2**31 - 1}
+"""Rows of one tensor, for families that name them by 32-bit coordinates of a tensor copy."""
 
 
 def target_of(capability: tuple[int, int]) -> str:
@@ -59,6 +61,10 @@ class LaunchPlan:
         tile = tile_holding(self.arch, self.target, shape.head_dim, shape.head_dim_v)
         if tile is None:
             raise errors.HeadDimUnsupported(f"head_dim {shape.head_dim} has no tile in arch {self.arch}", field="q")
+        limit = ROW_LIMITS.get(self.arch)
+        for field, rows in (("q", shape.rows_q), ("k", shape.rows_k)):
+            if limit is not None and rows > limit:
+                raise errors.TooLarge(f"{field} has {rows} rows, arch {self.arch} takes at most {limit}", field=field)
         return tile
 
     @cached_property
@@ -92,7 +98,7 @@ class LaunchPlan:
         """The kernel that recomputes softmax_lse."""
         return KernelKey(
             kernel=Kernel.STATISTICS,
-            arch=STATISTICS_ARCH,
+            arch=statistics_arch(self.target),
             target=self.target,
             dtype=self.problem.dtype.value,
             head_dim=self.tile.head_dim,

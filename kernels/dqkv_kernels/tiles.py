@@ -7,18 +7,25 @@ from dataclasses import dataclass, replace
 SHARED_MEMORY_LIMITS = {"sm_80": 166_912, "sm_86": 101_376, "sm_90a": 232_448, "sm_100a": 232_448, "sm_120": 101_376}
 """Bytes of shared memory that one CTA may have, for each compiler target."""
 
-TARGETS = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90a", (12, 0): "sm_120"}
+TARGETS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_80",
+    (8, 9): "sm_86",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (12, 0): "sm_120",
+}
 """Compute capability -> the target whose machine code it runs (8.7 has 8.0's shared memory, 8.9 has 8.6's)."""
 
-VECTOR_RED_TARGETS = frozenset({"sm_90a", "sm_120"})
+VECTOR_RED_TARGETS = frozenset({"sm_90a", "sm_100a", "sm_120"})
 """Targets with red.global.add.v4.f32."""
 
-ARCH_TARGETS = {80: ("sm_80", "sm_86", "sm_90a", "sm_120"), 90: ("sm_90a",)}
+ARCH_TARGETS = {80: ("sm_80", "sm_86", "sm_90a", "sm_120"), 90: ("sm_90a",), 100: ("sm_100a",)}
 """The targets each family of kernels can be compiled for."""
 
-
-STATISTICS_ARCH = 80
-"""The arch whose statistics kernel every chain uses."""
+UNPROVEN_ARCHS = frozenset({100})
+"""Families that have run on no device of theirs yet: each machine has to see them pass their selftest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +163,11 @@ _ROWS = {
     # for the postprocess alone: the order of its accumulator can be run where there is no tensor memory
     (100, "sm_90a"): _TCGEN05,
 }
+
+
+def statistics_arch(target: str) -> int:
+    """The family whose statistics kernel every chain on a target uses: they are the same but for the target."""
+    return min(arch for arch, targets in ARCH_TARGETS.items() if target in targets)
 
 
 def rows_of(arch: int, target: str) -> tuple[Tile, ...]:

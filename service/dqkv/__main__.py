@@ -87,9 +87,7 @@ def ray(
     workers: Annotated[int, typer.Option(min=1, help="workers in the cluster, each with one device")],
     address: Annotated[str, typer.Option(help="host:port of the head, or auto on a node of the cluster")] = "auto",
     cpus: Annotated[int, typer.Option(min=1, help="cores of a worker, and its threads")] = 1,
-    gpus: Annotated[
-        int, typer.Option(min=0, max=1, help="1: each worker has a GPU of its own; 0: the CPU")
-    ] = 0,
+    gpus: Annotated[int, typer.Option(min=0, max=1, help="1: each worker has a GPU of its own; 0: the CPU")] = 0,
     given: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="a setting of the front")
     ] = None,
@@ -114,13 +112,21 @@ def ray(
 def build_kernels(
     out: KernelDirectory = KERNELS,
     arch: Annotated[str, typer.Option(help="families of kernels, comma-separated")] = "80,90",
-    target: Annotated[str, typer.Option(help="targets of the compiler, comma-separated")] = "sm_80,sm_90a",
+    target: Annotated[
+        str, typer.Option(help="targets of the compiler, comma-separated; those an arch is not made for are left out")
+    ] = "sm_80,sm_90a,sm_100a",
+    which: Annotated[
+        str, typer.Option("--set", help="which kernels: default, all that any valid request can need")
+    ] = "default",
     key: Annotated[list[str] | None, typer.Option(help="the name of one kernel, instead of arch and target")] = None,
     processes: Annotated[int, typer.Option(min=1, help="compilers at a time")] = 2,
 ) -> None:
     """Build what is missing of the kernels that any valid request can need; needs the compile extra, but no GPU."""
     from dqkv.cli.kernels import run_build
 
+    if which != "default":
+        typer.echo(f"--set has {which!r}, must be default", err=True)
+        raise typer.Exit(1)
     raise typer.Exit(run_build(arch, target, key or [], out, processes))
 
 
@@ -138,6 +144,23 @@ def verify_kernels(out: KernelDirectory = KERNELS) -> None:
     from dqkv.cli.kernels import run_verify
 
     raise typer.Exit(run_verify(out))
+
+
+@kernels.command("selftest")
+def selftest_kernels(
+    arch: Annotated[int, typer.Option(help="family of kernels")],
+    out: KernelDirectory = KERNELS,
+    timeout_s: Annotated[float, typer.Option(min=1, help="longest time for one GPU")] = 900.0,
+) -> None:
+    """Hold a family of kernels against the oracle on every GPU here that could run it; exit code 0 when all is right.
+
+    A family that has not run on such a device before is not used, and the server is not ready, until this has passed
+    once on the GPU; the outcome is kept beside the kernels.
+    """
+    _need_server_extra("kernels selftest")
+    from dqkv.cli.selftest import run_selftest
+
+    raise typer.Exit(run_selftest(arch, out, timeout_s))
 
 
 @app.command()

@@ -7,13 +7,14 @@ import hashlib
 import json
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dqkv import errors
-from dqkv.backend import findings, kernel_sets, probe
+from dqkv.backend import findings, kernel_sets, probe, proof
 from dqkv.backend.findings import Choice, Findings, Gpu, choose, look
 from dqkv.problem import Arch
 from dqkv.settings import Settings
@@ -23,6 +24,9 @@ from dqkv_kernels.artifacts import COMPILER_VERSION, Artifacts, source_digest
 H200 = Gpu(index=0, model="NVIDIA H200", archs=(Arch.SM90, Arch.SM80))
 HALF = Gpu(index=1, model="NVIDIA H200", archs=(Arch.SM80,), faults=("sm90: 3 of its 72 kernels are not built",))
 T4 = Gpu(index=2, model="Tesla T4", faults=("compute capability 7.5 has no kernels",))
+
+
+UUID = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
 
 
 class ToldDriver:
@@ -46,6 +50,10 @@ class ToldDriver:
         name.value = b"NVIDIA Told"
         return 0
 
+    def cuDeviceGetUuid(self, raw: Any, handle: Any) -> int:
+        raw.raw = UUID.bytes
+        return 0
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, handle: Any) -> int:
         value._obj.value = self.capability[attribute - probe.MAJOR]
         return 0
@@ -56,6 +64,10 @@ def found(monkeypatch: pytest.MonkeyPatch, directory: Path, driver: ToldDriver, 
     if lack is not None:
         monkeypatch.setattr(probe, "_lack", lambda: lack)
     return probe.find(directory)
+
+
+def unasked() -> str:
+    raise AssertionError("a family that has run before is used without its selftest")
 
 
 def fill(directory: Path, arch: int, target: str) -> list[Path]:
@@ -129,7 +141,7 @@ def test_a_family_is_used_when_every_kernel_of_it_is_whole(monkeypatch: pytest.M
     assert len(gpu.faults) == 1
     paths[0].write_bytes(b"another")
     paths[1].unlink()
-    sets = {each.arch: each.fault for each in kernel_sets.kernel_sets((9, 0), Artifacts(tmp_path))}
+    sets = {each.arch: each.fault for each in kernel_sets.kernel_sets((9, 0), Artifacts(tmp_path), unasked)}
     assert f"1 of its {len(paths)} kernels are not built" in sets[Arch.SM90]
     assert f"1 of its {len(paths)} kernels are damaged or of another version ({paths[0].stem})" in sets[Arch.SM90]
 
@@ -140,12 +152,60 @@ def test_a_family_is_used_when_every_kernel_of_it_is_whole(monkeypatch: pytest.M
 def test_each_device_has_its_families_best_first(
     tmp_path: Path, capability: tuple[int, int], archs: list[Arch]
 ) -> None:
-    assert [each.arch for each in kernel_sets.kernel_sets(capability, Artifacts(tmp_path))] == archs
+    assert [each.arch for each in kernel_sets.kernel_sets(capability, Artifacts(tmp_path), unasked)] == archs
+
+
+# ---- families that have to prove themselves
+def seen_blackwell(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Gpu:
+    (gpu,) = found(monkeypatch, directory, ToldDriver(count=1, capability=(10, 0))).gpus
+    return gpu
+
+
+def test_a_family_that_has_never_run_waits_for_its_selftest_on_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fill(tmp_path, 100, "sm_100a")
+    gpu = seen_blackwell(monkeypatch, tmp_path)
+    assert (gpu.archs, gpu.unproven, gpu.uuid) == ((), (Arch.SM100,), str(UUID))
+    assert "`dqkv kernels selftest --arch 100` has to pass on it first" in gpu.faults[0]
+    choice = choose(Findings(gpus=(gpu,)), None)
+    assert (choice.indices, len(choice.untested)) == ((), 1)
+    assert choose(Findings(gpus=(gpu,)), ()).untested == ()
+
+    proof.keep_proof(tmp_path, Arch.SM100, str(uuid.uuid4()), 3)
+    assert seen_blackwell(monkeypatch, tmp_path).archs == ()  # another GPU's word
+    proof.keep_proof(tmp_path, Arch.SM100, str(UUID), 3)
+    gpu = seen_blackwell(monkeypatch, tmp_path)
+    assert (gpu.archs, gpu.unproven, gpu.faults) == ((Arch.SM100,), (), ())
+    assert choose(Findings(gpus=(gpu,)), None) == Choice(indices=(0,))
+
+    proof.drop_proof(tmp_path, Arch.SM100, str(UUID))
+    assert seen_blackwell(monkeypatch, tmp_path).archs == ()
+
+
+@pytest.mark.parametrize("change", ["source", "device", "nothing that is JSON"])
+def test_a_word_of_other_kernels_or_another_gpu_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
+) -> None:
+    fill(tmp_path, 100, "sm_100a")
+    path = proof.keep_proof(tmp_path, Arch.SM100, str(UUID), 3)
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, change: "0"}) if change in said else "{")
+    gpu = seen_blackwell(monkeypatch, tmp_path)
+    assert gpu.unproven == (Arch.SM100,)
+    assert "again" in gpu.faults[0]
+
+
+def test_kernels_that_are_missing_come_before_their_selftest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fill(tmp_path, 100, "sm_100a")[0].unlink()
+    gpu = seen_blackwell(monkeypatch, tmp_path)
+    assert (gpu.archs, gpu.unproven) == ((), ())
+    assert "`dqkv kernels build --arch 100 --target sm_100a`" in gpu.faults[0]
 
 
 def test_a_device_of_no_family_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(errors.ArchUnavailable, match=r"6\.1 has no kernels"):
-        kernel_sets.kernel_sets((6, 1), Artifacts(tmp_path))
+        kernel_sets.kernel_sets((6, 1), Artifacts(tmp_path), unasked)
 
 
 # ---- its process

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from dqkv import errors
 from dqkv.backend.base import DeviceBroken, DeviceInfo, Task
 from dqkv.backend.host_blocks import TORCH_DTYPES, HostBlocks
 from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
+from dqkv.backend.proof import device_id_of
 from dqkv.memory.block import Block, InBlock
 from dqkv.problem import Arch, Problem, Report
 from dqkv.tensor import DType, Tensor
@@ -43,7 +45,8 @@ class CuteBackend:
         torch.set_num_threads(num_threads)
         self._device = _device(name)
         self._artifacts = artifacts_in(kernels, builds=builds)
-        sets = kernel_sets(torch.cuda.get_device_capability(self._device), self._artifacts)
+        capability = torch.cuda.get_device_capability(self._device)
+        sets = kernel_sets(capability, self._artifacts, partial(device_id_of, self._device.index))
         archs = tuple(each.arch for each in sets if not each.fault)
         if not archs:
             raise errors.ArchUnavailable("; ".join(f"{each.arch}: {each.fault}" for each in sets), field="arch")

@@ -19,13 +19,16 @@ PROBE_TIMEOUT_S = 120.0
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU: its number as CUDA counts in this environment, its model, the archs it can run now, best first.
 
-    faults say of the installation, the device or the other archs why they cannot be used.
+    faults say of the installation, the device or the other archs why they cannot be used; unproven are those archs that
+    could run but have yet to pass their selftest on this GPU, whose UUID is then known.
     """
 
     index: int
     model: str
     archs: tuple[Arch, ...] = ()
     faults: tuple[str, ...] = ()
+    unproven: tuple[Arch, ...] = ()
+    uuid: str = ""
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +39,14 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs that get a process, by number, and what is to be said of those that do not."""
+    """The GPUs that get a process, by number, and what is to be said of those that do not.
+
+    untested: of GPUs that were wanted and wait for their selftest, why.
+    """
 
     indices: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
 
 
 async def look(kernels: Path, *, builds: bool = False, timeout_s: float = PROBE_TIMEOUT_S) -> Findings:
@@ -78,7 +85,7 @@ def choose(findings: Findings, wanted: Sequence[int] | None) -> Choice:
     if findings.absence:
         return Choice(notes=(f"GPU: {findings.absence}",))
     there = {gpu.index: gpu for gpu in findings.gpus}
-    indices, notes = [], []
+    indices, notes, untested = [], [], []
     for index in there if wanted is None else wanted:
         gpu = there.get(index)
         if gpu is None:
@@ -89,4 +96,6 @@ def choose(findings: Findings, wanted: Sequence[int] | None) -> Choice:
             indices.append(index)
         state = "computes without" if gpu.archs else "is not used:"
         notes += [f"GPU: cuda:{index} ({gpu.model}) {state} {fault}" for fault in gpu.faults]
-    return Choice(indices=tuple(indices), notes=tuple(notes))
+        waiting = [fault for fault in gpu.faults if fault.partition(":")[0] in gpu.unproven]
+        untested += [f"cuda:{index} ({gpu.model}): {fault}" for fault in waiting]
+    return Choice(indices=tuple(indices), notes=tuple(notes), untested=tuple(untested))

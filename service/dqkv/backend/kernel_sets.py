@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dqkv.backend.proof import lack_of_proof
 from dqkv.errors import ArtifactForeign, ArtifactMissing
 from dqkv.problem import Arch
 from dqkv_kernels.artifacts import Artifacts
@@ -14,7 +16,7 @@ from dqkv_kernels.build import default_set
 from dqkv_kernels.key import Kernel, KernelKey
 from dqkv_kernels.launch_plan import ARCHS, target_of
 from dqkv_kernels.on_demand import OnDemandArtifacts
-from dqkv_kernels.tiles import ARCH_TARGETS, STATISTICS_ARCH
+from dqkv_kernels.tiles import ARCH_TARGETS, UNPROVEN_ARCHS, statistics_arch
 
 READERS = 8
 """Threads that read and digest kernels: a start waits for them, on a cold disk for each file."""
@@ -22,10 +24,14 @@ READERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSet:
-    """One family on one device: `fault` says in words why it is not to be used, "" when it is."""
+    """One family on one device: `fault` says in words why it is not to be used, "" when it is.
+
+    is_unproven: whether only its selftest on this device is lacking.
+    """
 
     arch: Arch
     fault: str
+    is_unproven: bool = False
 
 
 def artifacts_in(kernels: Path, *, builds: bool) -> Artifacts:
@@ -33,8 +39,10 @@ def artifacts_in(kernels: Path, *, builds: bool) -> Artifacts:
     return OnDemandArtifacts(kernels) if builds else Artifacts(kernels)
 
 
-def kernel_sets(capability: tuple[int, int], artifacts: Artifacts) -> list[KernelSet]:
+def kernel_sets(capability: tuple[int, int], artifacts: Artifacts, device: Callable[[], str]) -> list[KernelSet]:
     """Every family that a compute capability runs, best first, with what is wrong with its kernels.
+
+    device tells the UUID of the GPU; it is asked where a family has to prove itself there.
 
     A family with a kernel missing is not used at all, unless it is built when it is needed: a server that answers some
     shapes alone cannot say which. Raises ArchUnavailable when the compute capability has no kernels.
@@ -43,7 +51,14 @@ def kernel_sets(capability: tuple[int, int], artifacts: Artifacts) -> list[Kerne
     families = sorted(
         ((number, arch) for arch, number in ARCHS.items() if target in ARCH_TARGETS[number]), reverse=True
     )
-    return [KernelSet(arch=arch, fault=_fault(number, target, artifacts)) for number, arch in families]
+    return [_kernel_set(arch, _fault(number, target, artifacts), artifacts, device) for number, arch in families]
+
+
+def _kernel_set(arch: Arch, fault: str, artifacts: Artifacts, device: Callable[[], str]) -> KernelSet:
+    if fault or ARCHS[arch] not in UNPROVEN_ARCHS:
+        return KernelSet(arch=arch, fault=fault)
+    lack = lack_of_proof(artifacts.directory, arch, device)
+    return KernelSet(arch=arch, fault=lack, is_unproven=bool(lack))
 
 
 def _fault(number: int, target: str, artifacts: Artifacts) -> str:
@@ -61,7 +76,7 @@ def _fault(number: int, target: str, artifacts: Artifacts) -> str:
         said.append(f"{len(foreign)} of its {len(keys)} kernels are damaged or of another version ({foreign[0]})")
     if not said:
         return ""
-    archs = ",".join(str(each) for each in sorted({number, STATISTICS_ARCH}))
+    archs = ",".join(str(each) for each in sorted({number, statistics_arch(target)}))
     remedy = f"`dqkv kernels build --arch {archs} --target {target}` builds them"
     return f"{' and '.join(said)}: {remedy}" + (f" ({artifacts.lack})" if artifacts.lack else "")
 
@@ -77,5 +92,5 @@ def _state(artifacts: Artifacts, key: KernelKey) -> type[Exception] | None:
 
 def _keys(number: int, target: str) -> list[KernelKey]:
     """The kernels of a family: its own, and those that recompute softmax_lse, which all families share."""
-    shared = [key for key in default_set(STATISTICS_ARCH, target) if key.kernel is Kernel.STATISTICS]
+    shared = [key for key in default_set(statistics_arch(target), target) if key.kernel is Kernel.STATISTICS]
     return sorted({*default_set(number, target), *shared})

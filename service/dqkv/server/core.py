@@ -148,6 +148,7 @@ class Core:
             return
         choice = findings.choose(await findings.look(settings.kernels, builds=settings.compile == "on_demand"), wanted)
         self._gpu_notes = choice.notes
+        self.readiness.await_selftests(choice.untested)
         self.scheduler.add(self._processes(_gpus(settings, choice.indices)))
         for note in choice.notes:
             _log.info("looked for GPUs", note=note)

@@ -28,18 +28,25 @@ class Failing:
 
 
 class Readiness:
-    """Ready is: not draining, a device is OK, and a queue has room."""
+    """Ready is: not draining, no GPU waits for its selftest, a device is OK, and a queue has room."""
 
     def __init__(self, *, scheduler: Scheduler, queue_seconds: float) -> None:
         self._scheduler = scheduler
         self._queue_seconds = queue_seconds
         self._full = False
+        self._untested: tuple[str, ...] = ()
+
+    def await_selftests(self, untested: Sequence[str]) -> None:
+        """Never be ready in this process: these GPUs, each with the reason, run nothing before they pass a selftest."""
+        self._untested = tuple(untested)
 
     def failing(self) -> list[Failing]:
         """The checks that fail now; none when it is ready."""
         found = []
         if self._scheduler.draining:
             found.append(Failing(check="draining", reason="the server is shutting down"))
+        if self._untested:
+            found.append(Failing(check="selftest", reason="; ".join(self._untested)))
         statuses = self._scheduler.statuses()
         usable = [status for status in statuses if status.state is DeviceState.OK]
         if not usable:
