@@ -76,8 +76,8 @@ COPY service/dqkv/__init__.py service/dqkv/__main__.py service/dqkv/errors.py se
      service/dqkv/tensor.py service/dqkv/
 COPY service/dqkv/cli/__init__.py service/dqkv/cli/kernels.py service/dqkv/cli/
 # hadolint ignore=SC2086
-RUN PYTHONPATH=service:kernels python3 -m dqkv kernels build --out /kernels --processes "$(nproc)" $KERNELS; \
-    rm -f /kernels/*.ptx
+RUN PYTHONPATH=service:kernels python3 -m dqkv kernels build --out built --processes "$(nproc)" $KERNELS; \
+    cp built/*.so built/*.json /kernels
 
 # ---- kernels that were built before
 FROM compiler AS kernels-gpu-ready

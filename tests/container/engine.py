@@ -31,7 +31,7 @@ tmp_dir = "{run}/libpod"
 """
 STORAGE_CONF = """\
 [storage]
-driver = "{driver}"
+driver = "overlay"
 graphroot = "{store}"
 runroot = "{run}"
 """
@@ -117,7 +117,7 @@ def find_engine(folder: Path) -> Engine:
     folder.mkdir(parents=True, exist_ok=True)
     # Paths of sockets are made from this one, and may have about a hundred characters.
     run = Path(tempfile.gettempdir()) / f"dqkv-podman-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
-    places = {"run": run, "store": folder / "store", "driver": _driver(folder)}
+    places = {"run": run, "store": folder / "store"}
     environment = {}
     for name, text in (("CONTAINERS_CONF", CONTAINERS_CONF), ("CONTAINERS_STORAGE_CONF", STORAGE_CONF)):
         path = folder / f"{name.lower()}.toml"
@@ -131,16 +131,3 @@ def find_engine(folder: Path) -> Engine:
     # What a killed run left.
     engine.close()
     return engine
-
-
-def _driver(folder: Path) -> str:
-    """How images are stored: shared layers where the file system can, whole copies elsewhere."""
-    layers = [folder / "overlay-probe" / name for name in ("lower", "upper", "work", "merged")]
-    for layer in layers:
-        layer.mkdir(parents=True, exist_ok=True)
-    lower, upper, work, merged = layers
-    mount = f"mount -t overlay overlay -o lowerdir={lower},upperdir={upper},workdir={work} {merged}"
-    # In a mount namespace of its own, so that nothing stays mounted.
-    can = subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True).returncode == 0
-    shutil.rmtree(folder / "overlay-probe", ignore_errors=True)
-    return "overlay" if can else "vfs"

@@ -80,9 +80,7 @@ def test_nothing_in_it_compiles_or_installs(variant: str, request: pytest.Fixtur
 
 
 def test_nothing_of_the_builder_is_left_in_it(image: Image) -> None:
-    code, listed, _ = image.attempt(
-        "-c", "find /run /build /wheels /etc/pip.conf -xdev", user="0", entrypoint="sh"
-    )
+    code, listed, _ = image.attempt("-c", "find /run /build /wheels /etc/pip.conf -xdev", user="0", entrypoint="sh")
     assert code == 1
     left = {path for path in listed.splitlines() if "wheel" in path or "secret" in path or "pip" in path}
     assert left == set()

@@ -43,7 +43,7 @@ def test_the_kernels_that_the_build_compiled_are_whole_and_of_its_source(
 ) -> None:
     assert f"{len(keys)} of {len(keys)} kernels in build/kernels are whole" in gpu_image.run("kernels", "verify")
     names = {f"{key.name}{suffix}" for key in keys for suffix in (".so", ".json")}
-    assert set(gpu_image.run(KERNELS, entrypoint="ls").split()) == names | {"libcute_dsl_runtime.so"}
+    assert set(gpu_image.run("-A", KERNELS, entrypoint="ls").split()) == names | {"libcute_dsl_runtime.so"}
 
 
 def test_they_load_where_there_is_neither_a_compiler_nor_a_gpu(gpu_image: Image, keys: tuple[KernelKey, ...]) -> None:
