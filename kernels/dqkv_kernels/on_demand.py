@@ -20,7 +20,7 @@ COMPILER = "cutlass"
 """The module whose presence says that the compiler is installed; it is never imported here."""
 BUILDS_AT_ONCE = 2
 """Problems whose kernels are built at once; each has a process of its own, and one more problem waits for its turn."""
-RETRY_AFTER_S = 5.0
+RETRY_AFTER_S = 10.0
 """About what the kernels of one problem take, the start of the compiler included."""
 ROOM_NBYTES = 1 << 20
 """More than the kernels of one problem take on the disk."""
