@@ -63,15 +63,15 @@ class OnDemandArtifacts(Artifacts):
         Raises KernelBuilding when some are not there yet, whose building has then begun, and BuildFailed for a key that
         the compiler refused before.
         """
-        loaded, lacking = {}, []
-        for name, key in keys.items():
-            try:
-                loaded[name] = self.load(key)
-            except (ArtifactMissing, ArtifactForeign):
-                lacking.append(key)
-        if lacking:
-            self._order(lacking)
-        return loaded
+        lacking = [key for key in keys.values() if not self._can_load(key)]
+        building = self._order(lacking) if lacking else []
+        if building:
+            names = ", ".join(key.name for key in building)
+            raise KernelBuilding(
+                f"kernels that this problem needs are being built ({names}): send it again in a few seconds",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        return super().load_all(keys)
 
     def load(self, key: KernelKey) -> Callable[..., None]:
         """As the base class; what was built into the spare directory is loaded from there."""
@@ -83,21 +83,25 @@ class OnDemandArtifacts(Artifacts):
             launch = self._loaded[key] = Artifacts(Path(self._spare.name)).load(key)
             return launch
 
-    def _order(self, lacking: Sequence[KernelKey]) -> None:
-        """Begins what is not begun yet. Raises KernelBuilding or BuildFailed, always."""
+    def _can_load(self, key: KernelKey) -> bool:
+        try:
+            self.load(key)
+        except (ArtifactMissing, ArtifactForeign):
+            return False
+        return True
+
+    def _order(self, lacking: Sequence[KernelKey]) -> list[KernelKey]:
+        """Begins what is not begun yet; returns what is being built. Raises BuildFailed."""
         with self._lock:
             for key in lacking:
                 if key in self._failed:
                     raise BuildFailed(f"kernel {key.name} cannot be built: {self._failed[key]}")
-            fresh = [key for key in lacking if key not in self._building]
+            # again, since it may have been finished a moment ago
+            fresh = [key for key in lacking if key not in self._building and not self._can_load(key)]
             self._building.update(fresh)
             if fresh:
                 self._builders.submit(self._make, fresh)
-        names = ", ".join(key.name for key in lacking)
-        raise KernelBuilding(
-            f"kernels that this problem needs are being built ({names}): send it again in a few seconds",
-            retry_after_s=RETRY_AFTER_S,
-        )
+            return [key for key in lacking if key in self._building]
 
     def _make(self, keys: Sequence[KernelKey]) -> None:
         try:
