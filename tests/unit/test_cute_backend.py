@@ -348,8 +348,9 @@ def test_a_request_that_was_cancelled_launches_nothing(backend: CuteBackend) -> 
         assert one.bytes() == before
 
 
-BROKEN_WORKER = """
+WORKER = """
 import socket, sys, threading
+from dqkv import errors
 from dqkv.backend import messages, worker
 from dqkv.backend.base import DeviceBroken, DeviceInfo
 from dqkv.problem import Arch
@@ -359,7 +360,7 @@ class Backend:
     info = DeviceInfo(name="cuda:0", archs=(Arch.SM90,), dtypes=(DType.BF16,))
     def add_block(self, block): pass
     def drop_block(self, block_id): pass
-    def run(self, task, should_stop): raise DeviceBroken("CUDA fails on cuda:0")
+    def run(self, task, should_stop): raise RAISED
 
 with socket.socket(fileno=int(sys.argv[1])) as front:
     inbox = worker.Inbox(front)
@@ -369,15 +370,20 @@ with socket.socket(fileno=int(sys.argv[1])) as front:
 """
 
 
-async def test_a_broken_device_fails_its_task_as_lost_and_its_process_ends_with_the_reason() -> None:
+async def living(raised: str) -> Life:
+    """The process of a device whose every task raises this, and that is ready."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", BROKEN_WORKER, str(theirs.fileno())), pass_fds=[theirs.fileno()]
+            *(sys.executable, "-c", WORKER.replace("RAISED", raised), str(theirs.fileno())), pass_fds=[theirs.fileno()]
         )
     life = Life(DeviceSettings(name="cuda:0", num_threads=1), process, Channel(ours))
-    info = await life.until_ready()
-    assert info is not None
+    assert await life.until_ready() is not None
+    return life
+
+
+async def test_a_broken_device_fails_its_task_as_lost_and_its_process_ends_with_the_reason() -> None:
+    life = await living('DeviceBroken("CUDA fails on cuda:0")')
     with placed(SMALL) as one:
         answer = life.give(Task(task_id=1, problem=one.problem, gradients=one.gradients), [one.block])
         async with asyncio.timeout(120):
@@ -385,3 +391,17 @@ async def test_a_broken_device_fails_its_task_as_lost_and_its_process_ends_with_
         assert await life.bury() == (Death.BROKEN, "CUDA fails on cuda:0")
         with pytest.raises(errors.DeviceLost, match="cuda:0 ended"):
             answer.result()
+
+
+async def test_a_kernel_that_is_being_built_reaches_the_front_with_a_time_to_come_back() -> None:
+    life = await living('errors.KernelBuilding("being built", retry_after_s=7.5)')
+    with placed(SMALL) as one:
+        answer = life.give(Task(task_id=1, problem=one.problem, gradients=one.gradients), [one.block])
+        async with asyncio.timeout(120):
+            async for task_id in life.answers():
+                assert task_id == 1
+                break
+        with pytest.raises(errors.KernelBuilding, match="being built") as caught:
+            answer.result()
+        assert caught.value.retry_after_s == 7.5
+        await life.bury()
