@@ -11,8 +11,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .fleet import free_ports
 from .process import children, is_alive, wait_for
@@ -35,11 +36,32 @@ COMMAND = (sys.executable, "-m", "ray.scripts.scripts")
 
 @dataclass(eq=False)
 class Cluster:
-    """Its address, and the process whose descendants are all of it."""
+    """Of one node with `cpus` places for workers; `process` is the one whose descendants are all of it."""
 
-    address: str
-    process: subprocess.Popen[bytes]
+    cpus: int
     folder: Path
+    ports: list[int]
+    process: subprocess.Popen[Any] = field(init=False)
+    _seen: set[int] = field(default_factory=set)
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.ports[0]}"
+
+    @property
+    def command(self) -> list[str]:
+        """What starts it, and goes on until it ends."""
+        options = {
+            "node-ip-address": HOST,
+            "port": self.ports[0],
+            "ray-client-server-port": self.ports[1],
+            "num-cpus": self.cpus,
+            "num-gpus": 0,
+            "object-store-memory": OBJECT_STORE_NBYTES,
+            "include-dashboard": "false",
+            "temp-dir": self.folder,
+        }
+        return [*COMMAND, "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,6 +70,8 @@ class Cluster:
         ours = {
             "RAY_TMPDIR": str(self.folder),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "a-token-of-the-tests-that-ray-finds-long-enough",
             # It ends workers when the machine has little memory left, whoever took it.
             "RAY_memory_monitor_refresh_ms": "0",
         }
@@ -66,36 +90,48 @@ class Cluster:
             with contextlib.suppress(OSError):
                 front += children(pid)
             found.append(pid)
+        self._seen |= set(found[1:])
         return found[1:]
+
+    def end(self) -> None:
+        """Ends it, with what was seen of it when its first process still lived."""
+        self.processes()
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        for pid in filter(is_alive, self._seen):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def room_for_ray(*, cpus: int) -> Iterator[Cluster]:
+    """A cluster to be started; whatever became of it, nothing of it is left afterwards."""
+    # The sockets in it have paths of 107 bytes at most, so it lies no deeper than this.
+    folder = Path(tempfile.mkdtemp(prefix="dqkv-ray-", dir="/tmp"))
+    cluster = Cluster(cpus=cpus, folder=folder, ports=free_ports(2))
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def ray_cluster(*, cpus: int) -> Iterator[Cluster]:
-    """A cluster of one node with so many places for workers; nothing of it is left afterwards."""
-    # The sockets in it have paths of 107 bytes at most, so it lies no deeper than this.
-    folder = Path(tempfile.mkdtemp(prefix="dqkv-ray-", dir="/tmp"))
-    port, client_port = free_ports(2)
-    log = folder / "start"
-    cluster = Cluster(address=f"{HOST}:{port}", process=None, folder=folder)  # type: ignore[arg-type]
-    options = {
-        "node-ip-address": HOST,
-        "port": port,
-        "ray-client-server-port": client_port,
-        "num-cpus": cpus,
-        "num-gpus": 0,
-        "object-store-memory": OBJECT_STORE_NBYTES,
-        "include-dashboard": "false",
-        "temp-dir": folder,
-    }
-    with log.open("wb") as out:
-        cluster.process = subprocess.Popen(
-            [*COMMAND, "start", "--head", "--block", *(f"--{name}={value}" for name, value in options.items())],
-            env=cluster.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
+    """A cluster that runs."""
+    with room_for_ray(cpus=cpus) as cluster:
+        log = cluster.folder / "start"
+        with log.open("wb") as out:
+            cluster.process = subprocess.Popen(
+                cluster.command,
+                env=cluster.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
         wait_for(
             lambda: "Ray runtime started" in log.read_text() or cluster.process.poll() is not None,
             "Ray starts",
@@ -103,28 +139,11 @@ def ray_cluster(*, cpus: int) -> Iterator[Cluster]:
         )
         assert cluster.process.poll() is None, log.read_text()
         yield cluster
-    finally:
-        rest = cluster.processes()
-        cluster.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            cluster.process.wait(STOP_S)
-        for pid in filter(is_alive, rest):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        cluster.process.kill()
-        cluster.process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def ray_front(cluster: Cluster, *, workers: int) -> Iterator[Running]:
-    """`dqkv ray`, serving from so many workers; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dqkv", "ray", "--address", cluster.address, "--workers", str(workers)],
-        env=cluster.environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def serving(process: subprocess.Popen[str]) -> Iterator[Running]:
+    """A front that was started, from when it serves; killed at the end."""
     front = Running(process)
     reader = threading.Thread(target=front.read_log, daemon=True)
     reader.start()
@@ -138,6 +157,14 @@ def ray_front(cluster: Cluster, *, workers: int) -> Iterator[Running]:
         reader.join(STOP_S)
         if process.stderr is not None:
             process.stderr.close()
+
+
+@contextlib.contextmanager
+def ray_front(cluster: Cluster, *, workers: int) -> Iterator[Running]:
+    """`dqkv ray`, serving from so many workers; killed at the end."""
+    command = [sys.executable, "-m", "dqkv", "ray", "--address", cluster.address, "--workers", str(workers)]
+    with serving(subprocess.Popen(command, env=cluster.environment, stderr=subprocess.PIPE, text=True)) as front:
+        yield front
 
 
 def listens(pid: int, port: int) -> bool:
