@@ -236,6 +236,9 @@ def test_an_idle_stream_is_ended_and_counted() -> None:
             list(stream(channel, frames()))
         hold.set()
         assert found[0].code is grpc.StatusCode.CANCELLED
+        assert found[0].reason == "STREAM_IDLE"
+        assert "0.6 s" in found[0].message
+        assert "DQKV_STREAM_IDLE_S" in found[0].message
         assert time.monotonic() - began > 0.5
         eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="idle") == 1)
         eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)

@@ -11,8 +11,8 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -84,8 +84,9 @@ class StreamServicer:
     def _answer(self, frames: Iterator[Any], context: grpc.ServicerContext) -> Iterator[framing.ResponseFrame]:
         """The frames of the answer; an error becomes the call's status here."""
         try:
-            with self._gate.visit(METHOD, context) as visit, self._watchdog.watch(context.cancel) as watch:
-                stream = _Stream(context, frames, watch, self._loop)
+            stream = _Stream(context, frames, self._loop)
+            with self._gate.visit(METHOD, context) as visit, self._watchdog.watch(stream.give_up) as watch:
+                stream.watch = watch
                 try:
                     with self._one_more(visit.caller.name):
                         yield from self._backward(stream, visit)
@@ -122,14 +123,14 @@ class StreamServicer:
 
     def _backward(self, stream: _Stream, visit: Visit) -> Iterator[framing.ResponseFrame]:
         began = time.monotonic()
-        order = _order(stream.next_frame(), visit)
+        order = stream.reading(lambda: _order(stream.next_frame(), visit))
         visit.facts |= account.sizes(order)
         holding = _Holding()
         try:
             job = stream.on_loop(self._open(order, visit, holding))
             admitted = time.monotonic()
             job.fill_inline()
-            _receive(stream, job)
+            stream.reading(lambda: _receive(stream, job))
             received = time.monotonic()
             report = stream.on_loop(job.run())
             ran = time.monotonic()
@@ -156,14 +157,40 @@ class StreamServicer:
 class _Stream:
     """One call: its frames, and the way to the loop and back; both end when the call does."""
 
-    def __init__(
-        self, context: grpc.ServicerContext, frames: Iterator[Any], watch: Watch, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    watch: Watch
+
+    def __init__(self, context: grpc.ServicerContext, frames: Iterator[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._context = context
         self._frames = frames
         self._loop = loop
         self._work: concurrent.futures.Future[Any] | None = None
+        self._read: concurrent.futures.Future[Any] | None = None
         self._over = not context.add_callback(self._end)
-        self.watch = watch
+
+    def give_up(self) -> None:
+        """Ends the call because the client keeps it waiting; from any thread.
+
+        While frames are read the client is told why. While it does not take its answer nothing reaches it.
+        """
+        read = self._read
+        if read is None:
+            self._context.cancel()
+        else:
+            _settle(read, error=self._gone())
+
+    def reading(self, work: Callable[[], T]) -> T:
+        """Does work that reads frames, on a thread of its own: gRPC lets nobody end such a wait but the call's end.
+
+        Raises what it raises, or StreamIdle when the watch rang, after which no frame is given to it any more.
+        """
+        self._read = read = concurrent.futures.Future[T]()
+        threading.Thread(target=_run, args=(read, work), name="dqkv-stream-reader", daemon=True).start()
+        try:
+            return read.result()
+        finally:
+            # A future knows its error, which knows this frame and all memory that it sees.
+            self._read = None
+            del read, work
 
     def next_frame(self) -> Any:
         """The next frame, None after the client's last one. Raises StreamIdle, Cancelled or MessageInvalid."""
@@ -174,7 +201,8 @@ class _Stream:
                 # gRPC keeps its error for as long as the call, and the error its frames with all memory they see.
                 error.__traceback__ = None
                 raise self._gone() from None
-        if frame is None and self.watch.rang:
+        if self.watch.rang:
+            # What comes now is too late: the memory that it would go to may be another call's.
             raise self._gone()
         if isinstance(frame, _Garbage):
             raise errors.MessageInvalid("a frame is no BackwardStreamRequest", field="frame")
@@ -209,8 +237,30 @@ class _Stream:
 
     def _gone(self) -> errors.DqkvError:
         if self.watch.rang:
-            return errors.StreamIdle(f"no frame went through for {self.watch.limit_s:g} s", field="frame")
+            return errors.StreamIdle(
+                f"no frame went through for {self.watch.limit_s:g} s, the limit (the server's DQKV_STREAM_IDLE_S)",
+                field="frame",
+            )
         return errors.Cancelled("the caller went away")
+
+
+def _run(outcome: concurrent.futures.Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - carried to the thread that waits, which raises it
+        _settle(outcome, error=error)
+    else:
+        with suppress(concurrent.futures.InvalidStateError):
+            outcome.set_result(result)
+    finally:
+        # The error knows this frame: without this, both would know each other, and keep all memory that they see.
+        del outcome, work
+
+
+def _settle(outcome: concurrent.futures.Future[Any], *, error: BaseException) -> None:
+    """Gives a future its error, unless it has an end already."""
+    with suppress(concurrent.futures.InvalidStateError):
+        outcome.set_exception(error)
 
 
 def _decode(raw: bytes) -> framing.RequestFrame | _Garbage:

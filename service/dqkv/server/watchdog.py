@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Watch:
-    """One stream's: `waiting` marks the time in which the other side has to do something."""
+    """One stream's: `waiting` marks the time in which the other side has to do something.
+
+    It rings inside such a time alone: who leaves one and finds that it did not ring may go on.
+    """
 
     def __init__(self, ring: Callable[[], object], limit_s: float) -> None:
         self._ring = ring
+        self._changing = threading.Lock()
         self._since: float | None = None
         self.limit_s = limit_s
         self.rang = False
@@ -24,14 +29,17 @@ class Watch:
         try:
             yield
         finally:
-            self._since = None
+            with self._changing:
+                self._since = None
 
     def look(self, now: float) -> None:
         """Rings, once, when the other side's turn lasts longer than the limit."""
-        since = self._since
-        if since is not None and now - since > self.limit_s and not self.rang:
+        with self._changing:
+            since = self._since
+            if since is None or now - since <= self.limit_s or self.rang:
+                return
             self.rang = True
-            self._ring()
+        self._ring()
 
 
 class Watchdog:
