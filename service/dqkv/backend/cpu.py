@@ -11,11 +11,12 @@ from typing import TypeVar
 import torch
 
 from dqkv.backend.base import DeviceInfo, Task
-from dqkv.backend.host_blocks import TORCH_DTYPES, HostBlocks
+from dqkv.backend.host_blocks import HostBlocks
 from dqkv.memory.block import Block, InBlock
 from dqkv.problem import Arch, Report
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import attention_backward
+from dqkv_kernels.dtypes import TORCH_DTYPES
 
 E = TypeVar("E")
 T = TypeVar("T")

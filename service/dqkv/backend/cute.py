@@ -13,7 +13,7 @@ import torch
 
 from dqkv import errors
 from dqkv.backend.base import DeviceBroken, DeviceInfo, Task
-from dqkv.backend.host_blocks import TORCH_DTYPES, HostBlocks
+from dqkv.backend.host_blocks import HostBlocks
 from dqkv.backend.kernel_sets import artifacts_in, kernel_sets
 from dqkv.backend.proof import device_id_of
 from dqkv.memory.block import Block, InBlock
@@ -21,6 +21,7 @@ from dqkv.problem import Arch, Problem, Report
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import attention_backward
 from dqkv_kernels.chain import Chain, Workspace
+from dqkv_kernels.dtypes import TORCH_DTYPES
 from dqkv_kernels.launch_plan import ARCHS
 from dqkv_kernels.tiles import tile_holding
 

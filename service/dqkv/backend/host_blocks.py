@@ -9,9 +9,8 @@ import torch
 
 from dqkv.memory import positional
 from dqkv.memory.block import Block, InBlock
-from dqkv.tensor import DType, Tensor
-
-TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
+from dqkv.tensor import Tensor
+from dqkv_kernels.dtypes import TORCH_DTYPES
 
 
 class HostBlocks:
