@@ -20,6 +20,8 @@ FROM scratch AS wheels
 # ---- what the server needs of others; changes with pyproject.toml and constraints.txt alone
 FROM ${BASE_IMAGE} AS dependencies
 ARG VARIANT
+# Extras of the project: "server ray" for the nodes of a Ray cluster.
+ARG EXTRAS=server
 # Where builds of torch without CUDA are; the variant cpu asks there too.
 ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 SHELL ["/bin/sh", "-euxc"]
@@ -35,7 +37,7 @@ COPY pyproject.toml constraints.txt deploy/image/requirements.py ./
 # Of torch, its headers, its tests, protoc and the compiler that it brings for CUDA are left out: nothing is compiled here.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/run/ca.pem \
     --mount=type=bind,from=wheels,target=/run/wheels \
-    python3 requirements.py server > requirements.txt; \
+    python3 requirements.py $EXTRAS > requirements.txt; \
     python3 -m venv /opt/dqkv; \
     if [ "$VARIANT" = cpu ]; then set -- ${CPU_INDEX:+--extra-index-url "$CPU_INDEX"}; else set -- apache-tvm-ffi; fi; \
     pip install -c constraints.txt -r requirements.txt "$@"; \
