@@ -117,8 +117,9 @@ LABEL org.opencontainers.image.title="dqkv" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       dqkv.variant="${VARIANT}"
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps --no-index /wheels/*.whl; \
+# Copied, not mounted: not every builder notices that what it mounts has changed.
+COPY --from=wheel /wheels /build/wheels
+RUN pip install --no-cache-dir --no-deps --no-index /build/wheels/*.whl; \
     pip uninstall --yes pip; \
     rm -rf /build
 COPY --from=kernels /kernels /opt/dqkv/build/kernels

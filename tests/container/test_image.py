@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
@@ -14,6 +15,15 @@ LISTING = """
 import json
 from importlib.metadata import distributions
 print(json.dumps({item.metadata["Name"]: item.version for item in distributions()}))
+"""
+DIGESTS = """
+import hashlib
+import json
+import sysconfig
+from pathlib import Path
+here = Path(sysconfig.get_path("purelib"))
+files = sorted(file for name in ("dqkv", "dqkv_kernels") for file in (here / name).rglob("*.py"))
+print(json.dumps({str(file.relative_to(here)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}))
 """
 # Names of programs and libraries that turn source into machine code.
 COMPILERS = (
@@ -39,6 +49,16 @@ def test_it_says_which_version_of_which_source_it_is(image: Image) -> None:
     assert labels["org.opencontainers.image.revision"] == REVISION
     assert labels["dqkv.variant"] == "cpu"
     assert image.run("--version").strip() == f"dqkv {project['version']}"
+
+
+def test_its_code_is_that_of_the_checkout(image: Image) -> None:
+    """Also where the layers of an older build were there."""
+    wanted = {
+        str(file.relative_to(root)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for root in (ROOT / "service", ROOT / "kernels")
+        for file in root.rglob("*.py")
+    }
+    assert json.loads(image.python(DIGESTS)) == wanted
 
 
 @pytest.mark.parametrize("variant", ["image", "gpu_image"])
@@ -72,8 +92,7 @@ def test_every_package_in_it_is_of_the_version_that_is_tested(image: Image) -> N
 @pytest.mark.parametrize("variant", ["image", "gpu_image"])
 def test_nothing_in_it_compiles_or_installs(variant: str, request: pytest.FixtureRequest) -> None:
     image = request.getfixturevalue(variant)
-    names = {path.rpartition("/")[2]: path for path in files(image)}
-    found = {path for name, path in names.items() if re.fullmatch(COMPILERS, name)}
+    found = {path for path in files(image) if re.fullmatch(COMPILERS, path.rpartition("/")[2])}
     # The runtime library of compiled kernels, which compiles nothing.
     assert found <= {"/opt/dqkv/build/kernels/libcute_dsl_runtime.so"}
     assert not {"pip", "triton", "nvidia-cutlass-dsl", "hatchling"} & json.loads(image.python(LISTING)).keys()
