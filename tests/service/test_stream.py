@@ -250,8 +250,9 @@ def test_an_idle_stream_is_ended_and_counted() -> None:
 def test_a_client_that_does_not_read_its_answer_loses_the_stream() -> None:
     with running(stream_idle_s="0.6") as server:
         one = sample(300, 16, 128)
-        # Small windows, so that the answer does not fit into what lies between both.
-        with open_channel(server.stream_target, **{"grpc.http2.lookahead_bytes": 65536}) as channel:
+        # Small windows that stay small, so that the answer does not fit into what lies between both.
+        windows = {"grpc.http2.lookahead_bytes": 65536, "grpc.http2.bdp_probe": 0}
+        with open_channel(server.stream_target, **windows) as channel:
             call = stream(channel, frames_of(one), timeout_s=120)
             eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="idle") == 1)
             eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
