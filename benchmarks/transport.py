@@ -281,7 +281,7 @@ def main() -> None:
     if options.raw:
         serve_raw(options.raw)
         return
-    size = Size(rows=4096, rounds=3) if options.quick else Size(rows=16384, rounds=15)
+    size = Size(rows=4096, rounds=3) if options.quick else Size(rows=32768, rounds=11)
     peer = subprocess.Popen(
         [sys.executable, __file__, "--raw", str(size.down_nbytes + size.up_nbytes)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

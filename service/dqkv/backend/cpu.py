@@ -12,11 +12,15 @@ import torch
 
 from dqkv.backend.base import DeviceInfo, Task
 from dqkv.backend.host_blocks import HostBlocks
+from dqkv.backend.scratch import Scratch
 from dqkv.memory.block import Block, InBlock
 from dqkv.problem import Arch, Report
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import attention_backward
 from dqkv_kernels.dtypes import TORCH_DTYPES
+
+SCRATCH_NBYTES = 1 << 30
+"""Copies of tensors up to this many bytes in all are put where the last task's were."""
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -29,6 +33,7 @@ class CpuBackend:
         torch.set_num_threads(num_threads)
         self.info = DeviceInfo(name=name, archs=(Arch.CPU,), dtypes=(DType.BF16, DType.FP16, DType.FP32))
         self._host = HostBlocks()
+        self._scratch = Scratch(limit_nbytes=SCRATCH_NBYTES)
         # One core copies at a fraction of what memory gives.
         self._movers = ThreadPoolExecutor(num_threads, thread_name_prefix="dqkv-mover")
 
@@ -46,11 +51,20 @@ class CpuBackend:
         Raises RegionChanged when memory of a caller became too short, Cancelled once `should_stop` said so, and
         MemoryError, OSError or RuntimeError when there is not enough memory.
         """
+        try:
+            return self._run(task, should_stop)
+        finally:
+            self._scratch.clear()
+
+    def _run(self, task: Task, should_stop: Callable[[], bool]) -> Report:
         host = self._host
         begun = time.perf_counter()
         inputs = task.problem.tensors
         views = {role: host.view(item) for role, item in inputs.items() if host.is_mappable(item)}
-        copies = self._each(host.copy, {role: item for role, item in inputs.items() if role not in views})
+        copies = self._each(
+            lambda item: host.copy(item, self._scratch.take),
+            {role: item for role, item in inputs.items() if role not in views},
+        )
         tensors = views | copies
         gradients = {role: self._output(tensor) for role, tensor in task.gradients.items()}
         received = time.perf_counter()
@@ -76,4 +90,5 @@ class CpuBackend:
     def _output(self, tensor: Tensor[InBlock]) -> torch.Tensor:
         if self._host.is_mappable(tensor):
             return self._host.view(tensor)
-        return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        memory = torch.from_numpy(self._scratch.take(tensor.nbytes))
+        return memory.view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)

@@ -53,12 +53,12 @@ class HostBlocks:
         )
         return elements.as_strided(tensor.shape, tensor.strides)
 
-    def copy(self, tensor: Tensor[InBlock]) -> torch.Tensor:
-        """A copy of the elements, of the tensor's shape and strides of its own.
+    def copy(self, tensor: Tensor[InBlock], allocate: positional.Allocate = positional.fresh) -> torch.Tensor:
+        """A copy of the elements in memory from `allocate`, of the tensor's shape and strides of its own.
 
         Raises RegionChanged when memory of a caller became too short.
         """
-        copy = positional.read_tensor(self._blocks[tensor.data.block_id].fd, tensor)
+        copy = positional.read_tensor(self._blocks[tensor.data.block_id].fd, tensor, allocate)
         elements = torch.from_numpy(copy.data).view(TORCH_DTYPES[tensor.dtype])
         return elements.as_strided(copy.shape, copy.strides)
 

@@ -120,5 +120,8 @@ def _device(message: pb.Device) -> Device:
 
 def _named(kind: Any, number: int, prefix: str) -> str:
     """The lower-case name of an enum's value, or its number where this client does not know it."""
-    name = kind.Name(number) if number in kind.values() else str(number)
-    return str(name.removeprefix(prefix).lower())
+    try:
+        name = str(kind.Name(number))
+    except ValueError:
+        return str(number)
+    return name.removeprefix(prefix).lower()

@@ -55,6 +55,7 @@ class Connection:
         self._answered = False
         self.gradients = stubs.AttentionGradientServiceStub(self._control)
         self.regions = stubs.RegionServiceStub(self._control)
+        self._about = stubs.CapabilityServiceStub(self._control)
 
     async def capabilities(self, deadline: float = math.inf, *, fresh: bool = False) -> Capabilities:
         """What the server said of itself, asked once a connection unless `fresh`. Raises what `call` raises.
@@ -63,9 +64,8 @@ class Connection:
         """
         known = self._capabilities
         if known is None or fresh:
-            ask = stubs.CapabilityServiceStub(self._control).GetCapabilities
             deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
-            answer = await self.call(ask, pb.GetCapabilitiesRequest(), deadline)
+            answer = await self.call(self._about.GetCapabilities, pb.GetCapabilitiesRequest(), deadline)
             self._capabilities = known = capabilities_of(answer)
             self._session = known.session
             self._answered = True

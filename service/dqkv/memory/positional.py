@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,20 +24,29 @@ GAP_NBYTES = 4096
 SCRATCH_NBYTES = 1 << 18
 """Bytes read through at a time: they stay in a core's cache until the runs are picked out."""
 
+Allocate: TypeAlias = Callable[[int], NDArray[np.uint8]]
+"""Gives so many bytes of memory, of any content."""
 
-def read_tensor(fd: int, tensor: Tensor[InBlock]) -> Tensor[NDArray[np.uint8]]:
+
+def fresh(nbytes: int) -> NDArray[np.uint8]:
+    """Memory of its own."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+def read_tensor(fd: int, tensor: Tensor[InBlock], allocate: Allocate = fresh) -> Tensor[NDArray[np.uint8]]:
     """Copies a tensor (any shape and strides) out of the file, each element of the file once.
 
     Returns dtype and shape as given, with strides of its own (in elements) for a flat array of bytes whose first
     byte is the first element: dimensions of stride 0 keep it, the others lie without gaps in the file's order, and
-    elements that share bytes are left as they lie in the file. Raises RegionChanged where the file ends too early.
+    elements that share bytes are left as they lie in the file. The array is what `allocate` gives.
+    Raises RegionChanged where the file ends too early.
     """
     footprint = Footprint.of(tensor, tensor.data.byte_offset)
     if footprint.nbytes >= tensor.extent_nbytes:
-        data = np.empty(tensor.extent_nbytes, dtype=np.uint8)
+        data = allocate(tensor.extent_nbytes)
         _read(fd, data.data, footprint.start)
         return tensor.with_data(data)
-    data = np.empty(footprint.nbytes, dtype=np.uint8)
+    data = allocate(footprint.nbytes)
     size, stride = footprint.dims[-1]
     group_nbytes = size * footprint.run_nbytes
     read_group = _read_through if stride - footprint.run_nbytes <= GAP_NBYTES else _read_runs

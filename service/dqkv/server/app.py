@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import structlog
 
-from dqkv.server import lifecycle, logs, ports, tls
+from dqkv.server import heap, lifecycle, logs, ports, tls
 from dqkv.server.core import Core, Fleet, no_fleet
 from dqkv.server.grpc_servers import GrpcServers
 from dqkv.server.http_app import DeviceInfo, Info, Sources, make_app
@@ -34,6 +34,7 @@ class Addresses:
 def run(settings: Settings, fleet: Fleet = no_fleet) -> int:
     """Serves until SIGTERM or SIGINT, and returns the exit code: 0 after a drain, 1 when it cannot start."""
     logs.configure(level=settings.log_level, form=settings.log_format)
+    heap.keep_freed_memory()
     try:
         asyncio.run(_live(settings, fleet))
     except (SettingsInvalid, OSError) as error:
