@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from rig.server import Running
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import dqkv
 from dqkv import errors
@@ -213,6 +215,116 @@ def test_autocast_does_not_round_the_forward(client: dqkv.Client) -> None:
     want = dqkv.attention(q, k, v, client=client)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(dqkv.attention(q, k, v, client=client), want)
+
+
+def small_leaves() -> list[torch.Tensor]:
+    return leaves(Sizes(batch_size=1, seqlen_q=9, seqlen_k=9, head_dim_v=32), torch.float32)[:3]
+
+
+@pytest.mark.parametrize("changed", ["q", "k", "v", "out", "lse"])
+def test_what_changed_since_the_forward_is_never_differentiated_by(client: dqkv.Client, changed: str) -> None:
+    q, k, v = (leaf * 1 for leaf in small_leaves())
+    out, lse = dqkv.attention(q, k, v, client=client, return_lse=True)
+    target = {"q": q, "k": k, "v": v, "out": out, "lse": lse}[changed]
+
+    def change_and_differentiate() -> None:
+        target.mul_(2)
+        out.sum().backward()
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        change_and_differentiate()
+
+
+def test_memory_that_gradients_are_written_to_is_never_differentiated_by_as_it_was(client: dqkv.Client) -> None:
+    q, k, v = (leaf.detach() for leaf in small_leaves())
+    memory, weight = torch.ones_like(q), torch.ones_like(q).requires_grad_()
+    loss = (weight * memory).sum()
+    client.backward(q, k, v, v[:, :, :1].expand_as(q), out=q, dq=memory)
+    assert not torch.equal(memory, torch.ones_like(q))
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_memory_of_inference_is_written_too(client: dqkv.Client) -> None:
+    q, k, v = (leaf.detach() for leaf in small_leaves())
+    with torch.inference_mode():
+        memory = torch.zeros_like(q)
+    client.backward(q, k, v, torch.ones_like(q), out=q, dq=memory)
+    assert torch.equal(memory, client.backward(q, k, v, torch.ones_like(q), out=q).dq)
+
+
+def test_a_graph_is_walked_as_often_as_asked(client: dqkv.Client) -> None:
+    once, twice = small_leaves(), small_leaves()
+    dqkv.attention(*once, client=client).sum().backward()
+    loss = dqkv.attention(*twice, client=client).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for one, two in zip(once, twice, strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        torch.testing.assert_close(two.grad, 2 * one.grad)
+
+
+def test_a_gradient_of_the_gradient_is_refused(client: dqkv.Client) -> None:
+    q, k, v = small_leaves()
+    upstream = torch.ones_like(q).requires_grad_()
+    (dq,) = torch.autograd.grad(dqkv.attention(q, k, v, client=client), q, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (dq.square().sum() + q.square().sum()).backward()
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_one_tensor_alone_may_ask_for_its_gradient(client: dqkv.Client, wanted: str) -> None:
+    every = dict(zip("qkv", small_leaves(), strict=True))
+    dqkv.attention(**every, client=client).sum().backward()
+    alone = {role: leaf.detach().requires_grad_(role == wanted) for role, leaf in every.items()}
+    dqkv.attention(**alone, client=client).sum().backward()
+    for role, leaf in alone.items():
+        assert (leaf.grad is None) == (role != wanted)
+    assert torch.equal(alone[wanted].grad, every[wanted].grad)
+
+
+def test_a_tensor_in_all_three_places_gets_the_sum(client: dqkv.Client) -> None:
+    shared = leaves(Sizes(num_heads_kv=4), torch.float32)[0]
+    dqkv.attention(shared, shared, shared, client=client, causal=True).sum().backward()
+    apart = [shared.detach().clone().requires_grad_() for _ in range(3)]
+    dqkv.attention(*apart, client=client, causal=True).sum().backward()
+    torch.testing.assert_close(shared.grad, sum(leaf.grad for leaf in apart))
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "compile"])
+def test_recomputed_and_compiled_forwards_get_the_same_gradients(client: dqkv.Client, wrap: str) -> None:
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return dqkv.attention(*tensors, client=client, causal=True) * 2
+
+    plain, wrapped = small_leaves(), small_leaves()
+    attend(*plain).sum().backward()
+    if wrap == "checkpoint":
+        out = checkpoint(attend, *wrapped, use_reentrant=False)
+    else:
+        out = torch.compile(attend, backend="eager")(*wrapped)
+    out.sum().backward()
+    for one, other in zip(plain, wrapped, strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_transforms_that_would_pass_the_server_by_are_refused(client: dqkv.Client) -> None:
+    q, k, v = (leaf.detach() for leaf in small_leaves())
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: dqkv.attention(x, k, v, client=client).sum())(q)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.vmap(lambda x: dqkv.attention(x, k, v, client=client))(q[None])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_that_only_stand_for_memory_are_refused_by_name(client: dqkv.Client) -> None:
+    q, k, v = (leaf.detach() for leaf in small_leaves())
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(k)
+    for role, tensor in (("k", fake), ("k", torch.nested.nested_tensor([k[0], k[0]]))):
+        with pytest.raises(errors.DTypeMismatch) as refused:
+            client.backward(q, **{role: tensor}, v=v, dout=q, out=q)
+        assert refused.value.field == role
 
 
 def test_what_does_not_fit_is_refused_in_the_forward(client: dqkv.Client) -> None:

@@ -194,6 +194,13 @@ def test_what_does_not_fit_is_refused_by_name(given: dict[str, Any], kind: type[
     assert caught.value.field == field
 
 
+def test_an_array_that_hides_elements_is_refused() -> None:
+    masked = np.ma.masked_array(np.zeros((1, 8, 2, 16), np.float32), mask=True)
+    with pytest.raises(errors.DTypeMismatch, match="masked") as refused:
+        Request(q=masked, k=masked, v=masked, dout=masked, out=masked).problem()
+    assert refused.value.field == "q"
+
+
 def test_offsets_must_be_integers_of_one_dimension() -> None:
     assert integers("cu_seqlens_q", np.array([0, 3], np.int32)) == (0, 3)
     assert integers("cu_seqlens_q", []) == ()

@@ -72,10 +72,19 @@ def refuse_unwritable(role: str, tensor: torch.Tensor) -> None:
         raise errors.OptionInvalid(f"{role} is memory that cannot be written: a view that negates another", field=role)
 
 
+def mark_written(tensor: torch.Tensor) -> None:
+    """Tells autograd that the memory of a torch tensor changes: what saved it may no longer take it as it was."""
+    import torch
+
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
 def host_array(role: str, array: Array) -> HostArray:
     """The host memory of an array of any shape and strides, copied only from another device.
 
-    Raises DTypeMismatch for a dtype other than bf16, fp16, fp32, or for what is no array or holds no values.
+    Raises DTypeMismatch for a dtype other than bf16, fp16, fp32, or for what is no array, holds no values, or holds
+    them otherwise than in memory with strides (a masked array, a nested or distributed tensor).
     """
     if is_torch(array):
         array = _torch_host(role, array)
@@ -83,6 +92,8 @@ def host_array(role: str, array: Array) -> HostArray:
         raise errors.DTypeMismatch(
             f"{role} is a {type(array).__name__}, must be a numpy array or a torch tensor", field=role
         )
+    if isinstance(array, np.ma.MaskedArray):
+        raise errors.DTypeMismatch(f"{role} is a masked array, whose mask would be lost: fill it first", field=role)
     if array.dtype not in _DTYPES:
         raise _unknown_dtype(role, array.dtype)
     return array
@@ -158,12 +169,20 @@ def _torch_host(role: str, tensor: torch.Tensor) -> HostArray:
         thin = plain[tuple(slice(None) if stride else slice(0, 1) for stride in plain.stride())]
         plain = thin.cpu().expand(plain.shape)
     plain = plain.resolve_conj().resolve_neg()
-    if plain.dtype is torch.bfloat16:
-        return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return plain.numpy()
+    try:
+        if plain.dtype is torch.bfloat16:
+            return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return plain.numpy()
+    except RuntimeError:
+        # Distributed, traced and other tensors that only stand for memory, which may lie elsewhere in part.
+        raise errors.DTypeMismatch(
+            f"{role} is a {type(tensor).__name__} without memory of its own, must be a plain tensor", field=role
+        ) from None
 
 
 def _refuse_layout(role: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise errors.DTypeMismatch(f"{role} is a nested tensor, must be one packed or dense tensor", field=role)
     if str(tensor.layout) != "torch.strided":
         raise errors.DTypeMismatch(f"{role} has layout {tensor.layout}, must be strided", field=role)
 

@@ -23,6 +23,7 @@ from dqkv.client.arrays import (
     integers,
     is_on_host,
     is_torch,
+    mark_written,
     refuse_unwritable,
 )
 from dqkv.client.outputs import check_outputs
@@ -166,7 +167,11 @@ class Request:
             if is_torch(array):
                 refuse_unwritable(role, array)
         check_outputs(problem, {role: array for role, array in given.items() if not is_on_host(array)})
-        return {role: host_array(role, array) for role, array in given.items() if is_on_host(array)}
+        hosts = {role: host_array(role, array) for role, array in given.items() if is_on_host(array)}
+        for role in hosts:
+            if is_torch(given[role]):
+                mark_written(given[role])
+        return hosts
 
     def answer(self, gradients: Gradients[HostArray]) -> Gradients[Array]:
         """The gradients as the kind of arrays that q is, or as the caller's own arrays where he gave them."""
