@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from dqkv_kernels import operands
@@ -80,7 +78,7 @@ class BatchBackward:
         terms = block.sink_terms
         found = [*parts, *([] if terms is None else [terms.unsqueeze(-1)])]
         overflowed = block.may_overflow
-        if not all(math.isfinite(operands.largest(part)) for part in found):
+        if not all(map(operands.is_finite, found)):
             for part in found:
                 overflowed = overflowed | ~torch.isfinite(part).flatten(1).all(1)
         if inputs.precision is PRECISIONS[-1] or not overflowed.any():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +63,7 @@ class PlaceBackward:
                 kernel, sums = name, Sums.of(inputs, gradients, crew)
                 if sums.is_finite:
                     break
-            is_finite = sums.is_finite and (dsink is None or math.isfinite(operands.largest(dsink)))
+            is_finite = sums.is_finite and (dsink is None or operands.is_finite(dsink))
             if is_finite or inputs.precision is PRECISIONS[-1] or not block.is_sound.all():
                 return sums, kernel, dsink
         return self._solve(PlaceInputs(self._plan, self._place, PRECISIONS[-1]), crew)

@@ -88,12 +88,10 @@ class QueryBlock:
         if inputs.plan.problem.dtype is DType.FP16 or inputs.precision is not torch.float32:
             return nothing
         keys = [inputs.keys("k", region) for region in inputs.regions]
-        limit = FLOAT32_MOST / self._q.shape[-1]
-        largest_k = max(map(operands.largest, keys), default=0.0)
-        if not operands.largest(self._q) * largest_k >= limit:
+        if not operands.length(self._q) * max(map(operands.length, keys), default=0.0) >= FLOAT32_MOST:
             return nothing
         by_head = torch.stack([k.abs().amax((1, 2)) for k in keys]).amax(0)
-        return self._q.abs().amax((1, 2)) * by_head >= limit
+        return self._q.abs().amax((1, 2)) * by_head >= FLOAT32_MOST / self._q.shape[-1]
 
     @property
     def is_sound(self) -> torch.Tensor:
