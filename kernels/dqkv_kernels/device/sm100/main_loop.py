@@ -191,35 +191,40 @@ class MainLoop100(Loads, Scores, Gradients, MainLoop):
             barrier.initialize(program, barriers)
         if warp == FIRST_MULTIPLY:
             self.tensor_memory.allocate(shared + program.shared["tensor_memory"])
-        self.tensor_memory.before_signal()
-        cute.arch.sync_threads()
-        self.tensor_memory.after_wait()
+        self.meet()
         columns = cute.arch.inline_ptx(
             "ld.shared.b32 {$w0}, [{$r0}];",
             write_only_types=[Int32],
             read_only_args=[shared + program.shared["tensor_memory"]],
         )
-        if warp == FIRST_LOAD:
-            cute.arch.setmaxregister_decrease(REGISTERS[Role.LOAD])
-            self.load(sources, lse_log2, delta, sequence, walk, place, shared, barriers)
-        elif warp == FIRST_MULTIPLY:
+        # registers change hands for four warps at a time, by one instruction for all of them
+        if warp >= FIRST_MULTIPLY:
             cute.arch.setmaxregister_decrease(REGISTERS[Role.MULTIPLY])
-            self.multiply(walk, shared, barriers, columns)
-        elif warp > FIRST_LOAD:
-            cute.arch.setmaxregister_decrease(REGISTERS[Role.LOAD])
+            if warp == FIRST_LOAD:
+                self.load(sources, lse_log2, delta, sequence, walk, place, shared, barriers)
+                self.meet()
+            elif warp == FIRST_MULTIPLY:
+                self.multiply(walk, shared, barriers, columns)
+                self.meet()
+                self.tensor_memory.free(columns)
+            else:
+                self.meet()
         elif warp >= FIRST_REDUCE:
             cute.arch.setmaxregister_decrease(REGISTERS[Role.REDUCE])
             self.reduce(
                 dq_accum, turns, mask, sequence, walk, place, width_q, deterministic, shared, barriers, columns, tid
             )
+            self.meet()
         else:
             cute.arch.setmaxregister_increase(REGISTERS[Role.SOFTMAX])
             self.take_softmax(dk, dv, mask, sequence, walk, place, scales, shared, barriers, columns, tid)
+            self.meet()
+
+    def meet(self):
+        """All warps of the CTA have come here, and their tcgen05 instructions are done."""
         self.tensor_memory.before_signal()
         cute.arch.sync_threads()
         self.tensor_memory.after_wait()
-        if warp == FIRST_MULTIPLY:
-            self.tensor_memory.free(columns)
 
     @cute.jit
     def multiply(self, walk, shared: Int32, barriers, columns: Int32):

@@ -29,7 +29,7 @@ WARPS = {Role.SOFTMAX: 8, Role.REDUCE: 4, Role.MULTIPLY: 1, Role.LOAD: 1}
 """Softmax and reduce start at multiples of four warps: warp w reaches the 32 lanes from 32 * (w % 4) on only."""
 NUM_THREADS = 512
 """Registers are given to four warps at a time, so two warps beside multiply and load have nothing to do."""
-REGISTERS = {Role.SOFTMAX: 160, Role.REDUCE: 80, Role.MULTIPLY: 112, Role.LOAD: 112}
+REGISTERS = {Role.SOFTMAX: 152, Role.REDUCE: 88, Role.MULTIPLY: 120, Role.LOAD: 120}
 """A thread, of 65,536 in all: softmax keeps half a row of P and works on 32 columns of S or dP."""
 
 

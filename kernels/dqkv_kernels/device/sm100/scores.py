@@ -16,6 +16,8 @@ from dqkv_kernels.device.softmax import probabilities
 
 WARP = 32
 LANES = 128
+COLUMNS_AT_ONCE = 16
+"""Whose statistics are in registers together: more would not fit beside P."""
 
 
 class Scores:
@@ -86,15 +88,17 @@ class Scores:
         identity = cute.make_identity_tensor((LANES, 2 * cute.size(rP)))
         lane = tid % LANES
         for chunk in cutlass.range_constexpr(cute.size(rP) // COLUMNS_A_LOAD):
-            rS = part_of(rP, chunk)
+            rS = part_of(rP, chunk, COLUMNS_A_LOAD)
             column = half * cute.size(rP) + chunk * COLUMNS_A_LOAD
             self.tensor_memory.load(lanes + program.slot("s").parts[0][0] + column, rS)
-            where = cute.local_tile(
-                cute.domain_offset((lane, column), identity), (1, COLUMNS_A_LOAD), (0, 0)
-            )  # (1, columns): what each register is of
             rounded = cute.make_rmem_tensor(cute.make_layout(COLUMNS_A_LOAD), self.dtype)
-            lse_log2 = statistic(program, "lse_log2", i, lane, column, shared)
-            probabilities(rS, rounded, lse_log2, where, mask, scales, m, n, axis_k, self.softcap)
+            for p in cutlass.range_constexpr(COLUMNS_A_LOAD // COLUMNS_AT_ONCE):
+                here = column + p * COLUMNS_AT_ONCE
+                # (1, columns): what each register is of
+                where = cute.local_tile(cute.domain_offset((lane, here), identity), (1, COLUMNS_AT_ONCE), (0, 0))
+                lse_log2 = statistic(program, "lse_log2", i, lane, here, shared)
+                scores, rest = part_of(rS, p, COLUMNS_AT_ONCE), part_of(rounded, p, COLUMNS_AT_ONCE)
+                probabilities(scores, rest, lse_log2, where, mask, scales, m, n, axis_k, self.softcap)
             words = cute.recast_tensor(rounded, Int32)
             if const_expr(program.operand("p").in_shared_memory):
                 store_row(program, "p", words, lane, column, shared)
@@ -123,22 +127,24 @@ class Scores:
             column = half * cute.size(rP) + chunk * COLUMNS_A_LOAD
             rdP = cute.make_rmem_tensor(cute.make_layout(COLUMNS_A_LOAD), Float32)
             self.tensor_memory.load(lanes + program.slot("dp").parts[0][0] + column, rdP)
-            delta = statistic(program, "delta", i, lane, column, shared)
             rounded = cute.make_rmem_tensor(cute.make_layout(COLUMNS_A_LOAD), self.dtype)
-            for j in cutlass.range_constexpr(COLUMNS_A_LOAD):
-                ds = rP[chunk * COLUMNS_A_LOAD + j] * (rdP[j] - delta[j])
-                rounded[j] = ds.to(self.dtype)
+            for p in cutlass.range_constexpr(COLUMNS_A_LOAD // COLUMNS_AT_ONCE):
+                first = p * COLUMNS_AT_ONCE
+                delta = statistic(program, "delta", i, lane, column + first, shared)
+                for j in cutlass.range_constexpr(COLUMNS_AT_ONCE):
+                    ds = rP[chunk * COLUMNS_A_LOAD + first + j] * (rdP[first + j] - delta[j])
+                    rounded[first + j] = ds.to(self.dtype)
             store_row(program, "ds", cute.recast_tensor(rounded, Int32), lane, column, shared)
         cute.arch.inline_ptx("fence.proxy.async.shared::cta;")
 
 
-def part_of(registers, chunk):
-    """The chunk-th COLUMNS_A_LOAD of a thread's registers."""
-    return cute.make_tensor(registers.iterator + chunk * COLUMNS_A_LOAD, cute.make_layout(COLUMNS_A_LOAD))
+def part_of(registers, part, count):
+    """The part-th so many of a thread's registers."""
+    return cute.make_tensor(registers.iterator + part * count, cute.make_layout(count))
 
 
 def statistic(program, name, i, lane, column, shared):
-    """A statistic of each of COLUMNS_A_LOAD registers: of their own query each, or all of the lane's."""
+    """A statistic of each of COLUMNS_AT_ONCE registers: of their own query each, or all of the lane's."""
     stages = program.operand("q").stages
     first = shared + program.shared[name] + (i & (stages - 1)) * program.loaded_bytes(name)
     if program.lanes == "queries":
@@ -146,9 +152,9 @@ def statistic(program, name, i, lane, column, shared):
         one[0] = cute.arch.inline_ptx(
             "ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[first + lane * 4]
         )
-        return cute.make_tensor(one.iterator, cute.make_layout(COLUMNS_A_LOAD, stride=0))
-    registers = cute.make_rmem_tensor(cute.make_layout(COLUMNS_A_LOAD), Float32)
-    for j in range(0, COLUMNS_A_LOAD, 4):
+        return cute.make_tensor(one.iterator, cute.make_layout(COLUMNS_AT_ONCE, stride=0))
+    registers = cute.make_rmem_tensor(cute.make_layout(COLUMNS_AT_ONCE), Float32)
+    for j in range(0, COLUMNS_AT_ONCE, 4):
         values = cute.arch.inline_ptx(
             "ld.shared.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
             write_only_types=[Float32] * 4,
