@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,8 @@ from machine import write_result
 from dqkv.problem import Lengths, Options, Problem, Window
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import attention_backward
+from dqkv_kernels.dtypes import TORCH_DTYPES
 
-TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
 HEADS = 32
 KERNEL_TARGET = 0.95
 """Least ratio where the backend calls the kernel that PyTorch calls."""
@@ -97,23 +97,27 @@ ELSEWHERE: tuple[tuple[str, dict[str, Any]], ...] = (
 """What PyTorch's kernel does not compute as it is: the fields of each row beside the number of keys."""
 
 
-def rows() -> list[Row]:
-    """All rows: first those that PyTorch's kernel computes as they are, then the rest of what the backend takes."""
-    same = [
+def plain_rows(target: float) -> list[Row]:
+    """What PyTorch's kernel computes as it is: head_dim 64 and 128, full and causal, in fp32 and bf16."""
+    return [
         Row(
             name=f"{dtype} {'causal' if window == CAUSAL else 'full'}, head_dim {head_dim}",
             keys=keys,
             head_dim=head_dim,
             window=window,
             dtype=dtype,
-            target=KERNEL_TARGET,
+            target=target,
         )
         for dtype in (DType.FP32, DType.BF16)
         for keys in (1024, 2048, 4096)
         for head_dim in (64, 128)
         for window in (Window(), CAUSAL)
-        if dtype is DType.FP32 or keys < 4096
     ]
+
+
+def rows() -> list[Row]:
+    """All rows: first those that PyTorch's kernel computes as they are, then the rest of what the backend takes."""
+    same = [row for row in plain_rows(KERNEL_TARGET) if row.dtype is DType.FP32 or row.keys < 4096]
     return same + [Row(name=name, keys=keys, **fields) for keys in (1024, 2048) for name, fields in ELSEWHERE]
 
 
@@ -256,6 +260,24 @@ def measure(row: Row, pairs: int, ours: Measure) -> dict[str, Any]:
     }
 
 
+def table(chosen: Iterable[Row], pairs: int, ours: Measure) -> list[dict[str, Any]]:
+    """Measures each row and prints it when it is done; returns what was found."""
+    found = []
+    print(
+        f"{'problem (32 heads)':<62}{'kernel':<16}{'torch ms':>9}{'ours ms':>9}  ratio  quartiles  target  load  peer"
+    )
+    for row in chosen:
+        result = measure(row, pairs, ours)
+        found.append(result)
+        low, high = result["ratio_quartiles"]
+        print(
+            f"{f'{row.name}, seqlen {row.keys}':<62}{result['kernel']:<16}{result['torch_ms']:>9}{result['ours_ms']:>9}"
+            f"{result['ratio']:>7.2f}  {low:.2f}-{high:.2f}{row.target:>8}{result['load']:>6}  {result['peer']}",
+            flush=True,
+        )
+    return found
+
+
 # ---- memory
 def peak_memory(seqlens: list[int]) -> list[dict[str, Any]]:
     """MiB that one backward adds to a process beyond its inputs and answers; each seqlen in a process of its own."""
@@ -299,22 +321,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="seqlen 1024 only, 3 pairs, memory to 4096")
     parser.add_argument("--only", default="", help="rows whose name holds these words")
     arguments = parser.parse_args()
-    pairs = 3 if arguments.quick else 7
-    found = []
-    print(
-        f"{'problem (32 heads)':<62}{'kernel':<16}{'torch ms':>9}{'ours ms':>9}  ratio  quartiles  target  load  peer"
-    )
-    for row in rows():
-        if arguments.only not in row.name or (arguments.quick and row.keys > 1024):
-            continue
-        result = measure(row, pairs, in_process)
-        found.append(result)
-        low, high = result["ratio_quartiles"]
-        print(
-            f"{f'{row.name}, seqlen {row.keys}':<62}{result['kernel']:<16}{result['torch_ms']:>9}{result['ours_ms']:>9}"
-            f"{result['ratio']:>7.2f}  {low:.2f}-{high:.2f}{row.target:>8}{result['load']:>6}  {result['peer']}",
-            flush=True,
-        )
+    chosen = [row for row in rows() if arguments.only in row.name and (row.keys <= 1024 or not arguments.quick)]
+    found = table(chosen, 3 if arguments.quick else 7, in_process)
     memory = (
         [] if arguments.only else peak_memory([1024, 2048, 4096] if arguments.quick else [2**n for n in range(10, 15)])
     )

@@ -12,16 +12,15 @@ import argparse
 from typing import Any
 
 import torch
-from cpu_backend import CAUSAL, Row, Tensors, measure
+from cpu_backend import Tensors, plain_rows, table
 from machine import write_result
 
 import dqkv
 from dqkv.cli.own_server import OwnServer
-from dqkv.problem import Problem, Window
-from dqkv.tensor import DType
+from dqkv.problem import Problem
 
 TARGET = 0.85
-SEQLENS = (1024, 2048, 4096)
+SEQLEN_QUICK = 1024
 
 
 class ByRegion:
@@ -57,45 +56,15 @@ class ByRegion:
         return region, placed
 
 
-def rows() -> list[Row]:
-    """head_dim 64 and 128, full and causal, in fp32 and bf16."""
-    return [
-        Row(
-            name=f"{dtype} {'causal' if window == CAUSAL else 'full'}, head_dim {head_dim}",
-            keys=keys,
-            head_dim=head_dim,
-            window=window,
-            dtype=dtype,
-            target=TARGET,
-        )
-        for dtype in (DType.FP32, DType.BF16)
-        for keys in SEQLENS
-        for head_dim in (64, 128)
-        for window in (Window(), CAUSAL)
-    ]
-
-
 def main() -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="seqlen 1024 only, 3 pairs; writes no result")
     arguments = parser.parse_args()
-    found = []
-    print(f"{'problem (32 heads)':<40}{'kernel':<16}{'torch ms':>9}{'ours ms':>9}  ratio  quartiles  target  load")
+    chosen = [row for row in plain_rows(TARGET) if row.keys <= SEQLEN_QUICK or not arguments.quick]
     with OwnServer() as at, dqkv.Client(at.grpc) as client:
         ours = ByRegion(client)
-        for row in rows():
-            if arguments.quick and row.keys > SEQLENS[0]:
-                continue
-            result = measure(row, 3 if arguments.quick else 5, ours)
-            found.append(result)
-            low, high = result["ratio_quartiles"]
-            print(
-                f"{f'{row.name}, seqlen {row.keys}':<40}{result['kernel']:<16}{result['torch_ms']:>9}"
-                f"{result['ours_ms']:>9}{result['ratio']:>7.2f}  {low:.2f}-{high:.2f}{row.target:>8}"
-                f"{result['load']:>6}",
-                flush=True,
-            )
+        found = table(chosen, 3 if arguments.quick else 5, ours)
         ours.close()
     if not arguments.quick:
         write_result("cpu_server", {"rows": found})
