@@ -54,10 +54,24 @@ class Assembly:
     warnings: tuple[str, ...]
 
 
+def tool(name: str, wheel: str) -> Path:
+    """A program that one of NVIDIA's wheels carries. Raises PackageNotFoundError without the wheel."""
+    files = distribution(wheel).files or []
+    return next(Path(str(file.locate())) for file in files if file.name == name)
+
+
 def ptxas() -> Path:
-    """The assembler that the wheel nvidia-cuda-nvcc carries. Raises PackageNotFoundError without it."""
-    files = distribution("nvidia-cuda-nvcc").files or []
-    return next(Path(str(file.locate())) for file in files if file.name == "ptxas")
+    """NVIDIA's assembler. Raises PackageNotFoundError without its wheel."""
+    return tool("ptxas", "nvidia-cuda-nvcc")
+
+
+def disassemble(ptx: Path, target: str, scratch: Path) -> list[str]:
+    """The machine code's instructions, one name each, modifiers included; scratch: an empty folder."""
+    cubin = scratch / "kernel.cubin"
+    subprocess.run([str(ptxas()), f"-arch={target}", str(ptx), "-o", str(cubin)], check=True, capture_output=True)
+    command = [str(tool("nvdisasm", "nvidia-cuda-nvdisasm")), "-c", str(cubin)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE)
 
 
 def assemble(ptx: Path, target: str) -> Assembly:

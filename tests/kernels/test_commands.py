@@ -37,6 +37,13 @@ def test_a_kernel_is_built_once_then_found_listed_and_verified(tmp_path):
     assert "damaged" in text
 
 
+def test_a_family_is_not_tested_where_no_gpu_can_be(tmp_path):
+    code, text = kernels("selftest", "--arch", "100", "--out", str(tmp_path))
+    assert code == 1
+    assert "sm100 is not tested: " in text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_without_kernels_does_not_verify(tmp_path):
     code, text = kernels("verify", "--out", str(tmp_path))
     assert code == 1
@@ -44,7 +51,8 @@ def test_a_directory_without_kernels_does_not_verify(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--arch", "70"), ("--arch", "80,"), ("--target", "sm_90"), ("--key", "main_loop")]
+    ("option", "value"),
+    [("--arch", "70"), ("--arch", "80,"), ("--target", "sm_90"), ("--key", "main_loop"), ("--set", "all")],
 )
 def test_what_does_not_exist_is_named(tmp_path, option, value):
     code, text = kernels("build", "--out", str(tmp_path), option, value)

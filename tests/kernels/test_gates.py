@@ -52,7 +52,9 @@ def test_a_main_loop_multiplies_with_its_familys_instructions(built, key):
     ptx = (DIRECTORY / f"{key.name}.ptx").read_text()
     assert ("wgmma.mma_async" in ptx) == (key.arch == 90)
     assert ("mma.sync" in ptx) == (key.arch == 80)
-    assert "cp.async.cg" in ptx
+    assert ("tcgen05.mma" in ptx) == (key.arch == 100)
+    assert ("cp.async.bulk.tensor" in ptx) == (key.arch == 100)
+    assert ("cp.async.cg" in ptx) == (key.arch != 100)
 
 
 def test_what_is_built_is_not_built_again(built):
