@@ -20,7 +20,7 @@ from oracle.inputs import build_inputs
 from oracle.problems import to_problem
 from rig.answers import arguments, assert_right, drawn_problem
 from rig.cluster import Cluster, listens, ray_cluster, ray_front
-from rig.process import PATIENCE_S, children, is_alive, paused
+from rig.process import PATIENCE_S, children, is_alive, paused, wait_for
 from rig.server import Running, eventually
 from rig.ways import ALWAYS_NBYTES, NEVER_NBYTES, Way, Ways
 
@@ -51,6 +51,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def front(cluster: Cluster) -> Iterator[Running]:
     with ray_front(cluster, workers=WORKERS) as one:
+        # It serves from when each worker is there or failed to start once, as it may on a machine that stands still.
+        wait_for(lambda: all(device["state"] == "ok" for device in devices(one).values()), "all are there", RETURN_S)
         yield one
 
 

@@ -274,6 +274,16 @@ async def test_a_cancelled_request_leaves_its_memory_alone_and_the_worker_goes_o
             one.device.drop_block(given.block.block_id)
 
 
+async def test_a_worker_that_stands_still_is_missed_and_found_again(worker: Running) -> None:
+    post = Post(name="ray:7", token=SECRET, look_s=0.05, answer_timeout_s=0.5)
+    async with watched(worker, post) as one:
+        await ready(one)
+        with paused(worker.process.pid):
+            await until(lambda: one.device.state is not DeviceState.OK)
+            await until(lambda: "unanswered" in one.device.fault)
+        await ready(one)
+
+
 async def test_a_stranger_at_the_worker_s_address_is_given_nothing() -> None:
     with running(tokens="front:gradient:another-secret") as stranger:
         async with watched(stranger) as one:

@@ -27,6 +27,9 @@ from dqkv.tensor import DType, Tensor
 
 LOOK_S = 1.0
 """Pause between two looks at a worker's device; a request that fails there is followed by a look at once."""
+ANSWER_TIMEOUT_S = 30.0
+MISSES_LIMIT = 3
+"""Looks in a row that a worker may leave unanswered: a node that stands still for a moment has lost nothing yet."""
 START_TIMEOUT_S = 300.0
 """A cold node loads PyTorch with CUDA, finds its GPU and compares its speed: minutes at the worst."""
 END_TIMEOUT_S = 30.0
@@ -63,11 +66,15 @@ class Seat(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Post:
-    """A worker's name in the front ("ray:0"), the token that its server asks for, and how often it is looked at."""
+    """A worker's name in the front ("ray:0"), the token that its server asks for, and how it is looked at, in seconds.
+
+    look_s: the pause between two looks. answer_timeout_s: the wait for an answer. start_timeout_s: for its start.
+    """
 
     name: str
     token: str
     look_s: float = LOOK_S
+    answer_timeout_s: float = ANSWER_TIMEOUT_S
     start_timeout_s: float = START_TIMEOUT_S
 
 
@@ -218,7 +225,7 @@ class WorkerDevice:
             try:
                 while True:
                     self._doubt.clear()
-                    self._see(await client.capabilities(), address)
+                    self._see(await self._look(client), address)
                     with suppress(TimeoutError):
                         async with asyncio.timeout(self._post.look_s):
                             await self._doubt.wait()
@@ -228,6 +235,14 @@ class WorkerDevice:
             finally:
                 # Before the client closes, so that nobody gives it a task any more.
                 self._client = None
+
+    async def _look(self, client: AsyncClient) -> Capabilities:
+        """What the worker says of itself. Raises TransportError when it is gone, or does not answer for too long."""
+        for _ in range(MISSES_LIMIT):
+            with suppress(TimeoutError, errors.WontFinish):
+                async with asyncio.timeout(self._post.answer_timeout_s):
+                    return await client.capabilities()
+        raise errors.TransportError(f"it left {MISSES_LIMIT} looks unanswered")
 
     def _see(self, capabilities: Capabilities, address: str) -> None:
         device = next(iter(capabilities.devices), None)
