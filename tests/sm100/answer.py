@@ -88,6 +88,7 @@ def answer(inputs: Inputs, seed: int, program: Program | None = None) -> Answer:
                     mask=mask,
                     scales=plan.scales,
                     softcap=problem.options.softcap > 0,
+                    head_dim=problem.shape.head_dim,
                 )
                 part_k, part_v = Cta(program=program, tile=tile, dq_accum=dq_accum, chance=chance).run()
                 keys = slice(begin_k + n * program.tile_n, min(begin_k + (n + 1) * program.tile_n, at_k[1].stop))

@@ -46,7 +46,8 @@ class Tile:
     """What one CTA works on: a tile of keys of a head, and the queries of all heads that share it.
 
     k, v (seqlen_k, padded width), q, dout (heads, seqlen_q, padded width) in the inputs' dtype, read past their ends as
-    `beyond`; lse_log2, delta (heads, rows padded to whole tiles) fp32; mask: the kernels' own; scales: inner and outer.
+    zeros; lse_log2, delta (heads, rows padded to whole tiles) fp32; mask: the kernels' own; scales: inner and outer;
+    head_dim: columns of q and k that are not padding.
     """
 
     n: int
@@ -59,6 +60,7 @@ class Tile:
     mask: Any
     scales: tuple[float, float]
     softcap: bool
+    head_dim: int
 
 
 @dataclass(kw_only=True)
@@ -301,7 +303,9 @@ class Cta:
         per_stage = program.tile_m * DRAIN_COLUMNS
         rows, columns = _places(program.tile_m, DRAIN_COLUMNS)
         for stage in range(program.head_dim // DRAIN_COLUMNS):
-            while len(queue) >= program.stages_dq:
+            if stage * DRAIN_COLUMNS >= self.tile.head_dim:
+                continue
+            while len(queue) > program.copies_running(stage):
                 yield None
             first = program.dq_column(stage)
             values = self.columns[:, first : first + DRAIN_COLUMNS][rows, columns]

@@ -15,7 +15,7 @@ from sm100.answer import answer, program_of, row_of
 from sm100.model import Stuck
 
 from dqkv_kernels.device.sm100.operand import DEPTH, ROWS
-from dqkv_kernels.device.sm100.program import Role, Wait
+from dqkv_kernels.device.sm100.program import Program, Role, Wait
 
 CASES = [case for case in ANSWERED_CASES + HEAD_DIM_CASES if case.dtype != "fp32"]
 WALKS = ("det_hd256_causal", "gqa_12_3_dv128", "softcap15_varlen", "sink_token_varlen_gqa")
@@ -78,6 +78,13 @@ def without_wait(program, role, barrier):
     return replace(program, each={**program.each, role: steps})
 
 
+class Hasty(Program):
+    """Lets a copy run on that may read the first buffer."""
+
+    def copies_running(self, stage):
+        return self.stages_dq - 1
+
+
 NARROW, WIDE = "det_mha_s512", "det_hd256_causal"
 MUTATIONS = {
     "S of V": (NARROW, lambda p: product(p, "s", a="v")),
@@ -103,6 +110,7 @@ MUTATIONS = {
     "one part of dQ for both": (WIDE, lambda p: product(p, "dq", b_column=0)),
     "parts of dQ over each other": (WIDE, lambda p: slot(p, "dq", (384, 128), (384, 128))),
     "keys of 128": (WIDE, lambda p: replace(p, tile_n=128)),
+    "a buffer of dQ written over": ("mqa_5_1_odd_heads_sk_tail", lambda p: Hasty(**vars(p))),
     "P written over dQ": (WIDE, lambda p: without_wait(p, Role.SOFTMAX, "staged")),
     "wide S over dQ": (WIDE, lambda p: without_wait(p, Role.MULTIPLY, "dq_empty")),
 }

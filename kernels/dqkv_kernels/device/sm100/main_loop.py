@@ -353,8 +353,7 @@ class MainLoop100(Loads, Scores, Gradients, MainLoop):
             if stage * DRAIN_COLUMNS < width:
                 self.tensor_memory.load(columns + lane // WARP * WARP * LANE + program.dq_column(stage), rdQ)
                 buffer = shared + program.shared["dq"] + stage % program.stages_dq * program.dq_stage_bytes
-                # the copy that read this buffer last is the oldest but for those that may still run
-                self.await_copies(program.stages_dq - 1, lane)
+                self.await_copies(program.copies_running(stage), lane)
                 for j in cutlass.range_constexpr(0, DRAIN_COLUMNS, 4):
                     store_vector(buffer + j * 4 * program.tile_m + lane * 16, [rdQ[j + x] for x in range(4)])
                 cute.arch.inline_ptx("fence.proxy.async.shared::cta;")

@@ -161,6 +161,14 @@ class Program:
             return self.operand("q").stages * self.tile_m * 4
         return self.operand(name).stages * self.operand(name).stage_bytes
 
+    def copies_running(self, stage: int) -> int:
+        """How many bulk copies may still read when the stage-th columns of dQ are written to their buffer.
+
+        The first stage waits for all: where columns are padding fewer stages leave than there are, so that the last
+        copy of the step before may be of any buffer.
+        """
+        return self.stages_dq - 1 if stage else 0
+
     def dq_column(self, stage: int) -> int:
         """The first tensor-memory column of the stage-th DRAIN_COLUMNS columns of dQ."""
         column = stage * DRAIN_COLUMNS
