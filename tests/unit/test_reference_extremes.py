@@ -119,3 +119,41 @@ def test_what_exists_is_right_and_what_does_not_is_seen(name, dtype, lse, softca
             want, error = want[exists], (have - want)[exists].abs()
             rounding = 2 * kind.eps * want.abs() + kind.smallest_normal * kind.eps + 1e-5 * want.abs().max()
             assert (error <= rounding + eager_error).all(), (role, error.max(), eager_error, want.abs().max())
+
+
+@pytest.mark.parametrize("lse", [True, False], ids=["lse", "no_lse"])
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_a_product_beyond_fp32_that_the_scale_makes_small_keeps_its_weight(dtype, sequences, lse):
+    """In fp32 such a logit is -inf: a weight of exactly 0, and a gradient that is finite and wrong."""
+    problem, tensors, _, _ = draw("v", dtype, SEQUENCES[sequences], lse=False)
+    tensors["v"] = tensors["v"].sign()
+    tensors["q"] = tensors["q"].abs() * 1e20
+    is_third = torch.arange(len(tensors["k"]))[:, None, None] % 3 == 0
+    tensors["k"] = torch.where(is_third, tensors["k"].abs() * -1e19, tensors["k"] * 1e17)
+    scale = 1e-40
+    options = replace(problem.options, softmax_scale=scale)
+    want = {role: torch.zeros(spec.shape, dtype=F64) for role, spec in problem.gradients.items()}
+    statistics = torch.zeros(HEADS, len(tensors["q"]))
+    for q_start, q_len, k_start, k_len in problem.rows:
+        at, keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
+        i, j = torch.arange(q_len)[:, None] + k_len - q_len, torch.arange(k_len)[None, :]
+        scoring = Scoring(visible=j <= i, scale=scale, softcap=0.0, sink=None)
+        q, k, v, dout = (
+            tensors[r][rows].double() for r, rows in zip(("q", "k", "v", "dout"), (at, keys, keys, at), strict=True)
+        )
+        forward = attend(q, k, v, scoring)
+        tensors["out"][at], statistics[:, at] = forward.out.to(tensors["out"]), forward.softmax_lse.float()
+        forward = forward._replace(out=tensors["out"][at].double())
+        flow = attend_grad(q, k, v, forward, Upstream(dout, None), scoring)
+        want["dq"][at], want["dk"][keys], want["dv"][keys] = flow.dq, flow.dk, flow.dv
+    changes = {"options": options}
+    if lse:
+        tensors["softmax_lse"] = statistics
+        changes["softmax_lse"] = Tensor.dense(DType.FP32, tuple(statistics.shape), None)
+    found = dqkv_kernels.attention_backward(replace(problem, **changes), tensors)
+    for role in ("dq", "dk", "dv"):
+        size = float(want[role].abs().max())
+        assert size > 0
+        worst = float((getattr(found, role).double() - want[role]).abs().max())
+        assert worst < 2 * torch.finfo(TORCH_DTYPES[dtype]).eps * size + 1e-5 * size, role
