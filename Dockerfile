@@ -71,8 +71,8 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,ta
 
 # ---- kernels compiled here, without a GPU; changes with the source of the kernels alone
 FROM compiler AS kernels-gpu
-# Options of `dqkv kernels build`; none builds what it builds by itself: --build-arg KERNELS="--arch 90 --target sm_90a".
-ARG KERNELS=
+# Options of `dqkv kernels build`. For one kind of GPU alone: --build-arg KERNELS="--arch 80,90 --target sm_90a".
+ARG KERNELS="--arch 80,90,100 --target sm_80,sm_90a,sm_100a"
 COPY kernels kernels
 COPY service/dqkv/__init__.py service/dqkv/__main__.py service/dqkv/errors.py service/dqkv/problem.py \
      service/dqkv/tensor.py service/dqkv/

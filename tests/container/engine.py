@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("podman", "runc", "debootstrap", "unshare")
-COMMAND_S = 120.0
+COMMAND_S = 600.0
 BUILD_S = 1200.0
 
 # Fewer than most hosts allow, for a host that may not raise its own limits cannot hand out more.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
-from container.image import Builder, Image
+from container.image import ROOT, Builder, Image
 from container.server import contained
 from dqkv_kernels.key import KernelKey
+from dqkv_kernels.tiles import ARCH_TARGETS
 
 KERNELS = "/opt/dqkv/build/kernels"
 LOAD = """
@@ -36,6 +38,13 @@ def copied(image: Image, folder: Path) -> Path:
 
 def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+def test_unless_told_otherwise_the_build_makes_every_family_of_kernels() -> None:
+    (said,) = re.findall(r'^ARG KERNELS="--arch (\S+) --target (\S+)"$', (ROOT / "Dockerfile").read_text(), re.M)
+    archs, targets = (part.split(",") for part in said)
+    assert {int(arch) for arch in archs} == ARCH_TARGETS.keys()
+    assert all(set(targets) & set(made) for made in ARCH_TARGETS.values())
 
 
 def test_the_kernels_that_the_build_compiled_are_whole_and_of_its_source(
