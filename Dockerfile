@@ -123,7 +123,9 @@ RUN pip install --no-cache-dir --no-deps --no-index /build/wheels/*.whl; \
     pip uninstall --yes pip; \
     rm -rf /build
 COPY --from=kernels /kernels /opt/dqkv/build/kernels
-# Nothing is written to the image when it runs: its root can be read-only, with a tmpfs at /tmp.
+# For a volume: what `dqkv kernels selftest` notes of a GPU outlives the container there.
+RUN install --directory --owner=10001 --group=10001 /opt/dqkv/build/kernels/selftests
+# Nothing else is written when it runs: the root can be read-only, with a tmpfs at /tmp.
 ENV PYTHONDONTWRITEBYTECODE=1 \
     DQKV_COMPILE=never \
     DQKV_KERNELS=/opt/dqkv/build/kernels \

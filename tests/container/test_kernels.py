@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from pathlib import Path
 
 from container.image import ROOT, Builder, Image
@@ -24,6 +25,20 @@ found = [key for key in keys if key in artifacts]
 assert all(callable(artifacts.load(key)) for key in found)
 print(*(key.name for key in found))
 """
+NOTE = """
+import sys
+from pathlib import Path
+from dqkv.backend.proof import keep_proof
+from dqkv.problem import Arch
+keep_proof(Path(sys.argv[1]), Arch.SM100, "a gpu", 1)
+"""
+NOTED = """
+import sys
+from pathlib import Path
+from dqkv.backend.proof import lack_of_proof
+from dqkv.problem import Arch
+print(repr(lack_of_proof(Path(sys.argv[1]), Arch.SM100, lambda: "a gpu")))
+"""
 
 
 def copied(image: Image, folder: Path) -> Path:
@@ -37,7 +52,7 @@ def copied(image: Image, folder: Path) -> Path:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir() if file.is_file()}
 
 
 def test_unless_told_otherwise_the_build_makes_every_family_of_kernels() -> None:
@@ -52,7 +67,7 @@ def test_the_kernels_that_the_build_compiled_are_whole_and_of_its_source(
 ) -> None:
     assert f"{len(keys)} of {len(keys)} kernels in build/kernels are whole" in gpu_image.run("kernels", "verify")
     names = {f"{key.name}{suffix}" for key in keys for suffix in (".so", ".json")}
-    assert set(gpu_image.run("-A", KERNELS, entrypoint="ls").split()) == names | {"libcute_dsl_runtime.so"}
+    assert set(gpu_image.run("-A", KERNELS, entrypoint="ls").split()) == names | {"libcute_dsl_runtime.so", "selftests"}
 
 
 def test_they_load_where_there_is_neither_a_compiler_nor_a_gpu(gpu_image: Image, keys: tuple[KernelKey, ...]) -> None:
@@ -73,6 +88,17 @@ def test_a_damaged_kernel_does_not_verify(gpu_image: Image, keys: tuple[KernelKe
 def test_the_image_without_kernels_has_none(image: Image) -> None:
     code, said, _ = image.attempt("kernels", "verify")
     assert (code, "0 of 0 kernels" in said) == (1, True)
+
+
+def test_what_a_selftest_notes_of_a_gpu_stays_in_a_volume(gpu_image: Image) -> None:
+    volume = f"dqkv-test-{secrets.token_hex(4)}"
+    options = ("--volume", f"{volume}:{KERNELS}/selftests")
+    try:
+        gpu_image.run("-c", NOTE, KERNELS, entrypoint="python3", options=options)
+        assert gpu_image.run("-c", NOTED, KERNELS, entrypoint="python3", options=options) == "''\n"
+        assert "has to pass on it first" in gpu_image.run("-c", NOTED, KERNELS, entrypoint="python3")
+    finally:
+        gpu_image.engine.ask("volume", "rm", "--force", volume)
 
 
 def test_its_server_serves_where_there_is_no_gpu_and_says_so(gpu_image: Image) -> None:
