@@ -245,7 +245,7 @@ def test_a_cancelled_call_stops_its_work(server: Running, channel: grpc.Channel,
     stub = stubs.AttentionGradientServiceStub(channel)
     running_call = stub.Backward.future(unary_request(endless(), checksum=False), timeout=36000)
     eventually(lambda: server.metric("dqkv_queue_depth") == 1)
-    queued = stream(bulk, frames_of(sample()))
+    queued = stream(bulk, frames_of(sample()), timeout_s=36000)
     eventually(lambda: server.metric("dqkv_queue_depth") == 2)
     queued.cancel()
     eventually(lambda: server.metric("dqkv_queue_depth") == 1)
