@@ -59,11 +59,14 @@ class PlaceBackward:
         block, sums, kernel = QueryBlock(inputs, crew), Sums.empty(inputs), ""
         dsink = None if block.sink_terms is None else block.sink_terms.sum(-1)
         if not block.may_overflow.any() or not block.is_sound.all():
+            is_finite = True
             for name, gradients in block.kernels if inputs.regions else ():
                 kernel, sums = name, Sums.of(inputs, gradients, crew)
-                if sums.is_finite:
+                # Reads every sum: once a kernel.
+                is_finite = sums.is_finite
+                if is_finite:
                     break
-            is_finite = sums.is_finite and (dsink is None or operands.is_finite(dsink))
+            is_finite = is_finite and (dsink is None or operands.is_finite(dsink))
             if is_finite or inputs.precision is PRECISIONS[-1] or not block.is_sound.all():
                 return sums, kernel, dsink
         return self._solve(PlaceInputs(self._plan, self._place, PRECISIONS[-1]), crew)
