@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from .fleet import free_ports
 from .process import children, is_alive, wait_for
-from .server import DEFAULTS, STOP_S, Running
+from .server import DEFAULTS, STOP_S, Running, attended
 
 START_S = 240.0
 """Ray's own processes import Python a dozen times over, on as many cores as are free."""
@@ -144,19 +143,9 @@ def ray_cluster(*, cpus: int) -> Iterator[Cluster]:
 @contextlib.contextmanager
 def serving(process: subprocess.Popen[str]) -> Iterator[Running]:
     """A front that was started, from when it serves; killed at the end."""
-    front = Running(process)
-    reader = threading.Thread(target=front.read_log, daemon=True)
-    reader.start()
-    try:
+    with attended(process) as front:
         front.wait_for("serving", START_S)
         yield front
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait(STOP_S)
-        reader.join(STOP_S)
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 @contextlib.contextmanager

@@ -122,13 +122,19 @@ class Running:
 @contextlib.contextmanager
 def running(*, ready: bool = True, **settings: str) -> Iterator[Running]:
     """A server with these settings (DQKV_ names in lower case without the prefix); killed at the end."""
-    process = spawn(**settings)
+    with attended(spawn(**settings)) as server:
+        if ready:
+            server.wait_for("serving")
+        yield server
+
+
+@contextlib.contextmanager
+def attended(process: subprocess.Popen[str]) -> Iterator[Running]:
+    """A server's process whose log is read as it comes; killed at the end."""
     server = Running(process)
     reader = threading.Thread(target=server.read_log, daemon=True)
     reader.start()
     try:
-        if ready:
-            server.wait_for("serving")
         yield server
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -41,17 +41,10 @@ from oracle.selfcheck import (
 )
 from oracle.values import TORCH_DTYPES, Values, make_values
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VARIANT = {variant.name: variant for variant in VARIANTS}
 FINITE_DIFFERENCE_CASES = ("window_left_inclusive_tiny", "tiny_all_options", "sink_token_tiny")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices gain nothing from threads that wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(kw_only=True)

@@ -17,16 +17,9 @@ from dqkv.codec import decode_problem, encode_problem
 from dqkv.problem import Arch, LseScope
 from dqkv.tensor import DType
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VARIANT = {variant.name: variant for variant in VARIANTS}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Small matrices gain nothing from threads that wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def each(rows):

@@ -21,6 +21,8 @@ from dqkv.problem import INPUT_ROLES, Arch, Options, Problem, Window
 from dqkv.tensor import DType, Tensor
 from dqkv_kernels import inputs, places, plan, reference_flash, reference_tiled, visibility
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLASH, TILED = "cpu/flash-fp32", "cpu/tiled-fp32"
 ROLES = ("dq", "dk", "dv", "dsink")
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
@@ -39,15 +41,6 @@ CROSSING = (
     "tiny_all_options",
     "window_right_minus3",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The oracle's small matrices gain nothing from threads that wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

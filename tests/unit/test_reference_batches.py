@@ -15,19 +15,12 @@ from dqkv.tensor import DType, Tensor
 from dqkv_kernels import batches
 from dqkv_kernels.places import JOB_BYTES, live_sequences
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GRADIENTS = ("dq", "dk", "dv", "dsink")
 TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
 LENGTHS = [(5, 9), (9, 5), (6, 0), (12, 12), (1, 1), (7, 10), (64, 50), (0, 3), (8, 12), (70, 4)] * 9
 """Queries and keys: of shapes that are padded and not, empty ones, and one too long for a batch."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices this small gain nothing from threads that wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def packed(lengths, *, options=None, heads=(4, 2), widths=(16, 8), given=("out", "softmax_lse"), dtype=DType.FP32):

@@ -14,6 +14,8 @@ import dqkv_kernels
 from dqkv.problem import Lengths, Options, Problem, Window
 from dqkv.tensor import DType, Tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TORCH_DTYPES = {DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 16
 LARGE = {
@@ -81,15 +83,6 @@ def draw(name, dtype, sequences, *, lse, softcap=0.0):
     tensors["softmax_lse"] = statistics
     spec = Tensor.dense(DType.FP32, tuple(statistics.shape), None)
     return replace(bare, softmax_lse=spec), tensors, exact, eager
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices this small gain nothing from threads that wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from oracle.budget import judge
 from oracle.case import AS_IS, variants
 from oracle.cases import ANSWERED_CASES, BY_NAME, HEAD_DIM_CASES
@@ -17,20 +16,13 @@ from sm100.model import Stuck
 from dqkv_kernels.device.sm100.operand import DEPTH, ROWS
 from dqkv_kernels.device.sm100.program import Program, Role, Wait
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = [case for case in ANSWERED_CASES + HEAD_DIM_CASES if case.dtype != "fp32"]
 WALKS = ("det_hd256_causal", "gqa_12_3_dv128", "softcap15_varlen", "sink_token_varlen_gqa")
 """Cases with several steps a CTA, run in more orders of events than one."""
 SEEDS = range(4)
 ROUNDS = 24
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices this small gain nothing from threads that wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def shortcomings(case, seed=0, program=None):
