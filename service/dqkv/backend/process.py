@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dqkv import errors
-from dqkv.backend.base import DeviceInfo, DeviceState, Task
+from dqkv.backend.base import DeviceState, Task
 from dqkv.backend.life import Death, DeviceSettings, Life, settle
+from dqkv.backend.standing import Backoff, Standing
 from dqkv.memory.block import Block
 from dqkv.problem import Report
 
@@ -18,27 +18,7 @@ __all__ = ["Backoff", "Death", "DeviceProcess", "DeviceSettings"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Backoff:
-    """How long to wait before a process is started again, in seconds.
-
-    The wait doubles from `initial_s` to `limit_s` with each death since a task was last answered. After `starts_limit`
-    starts in a row that failed the device is LOST, and is tried again every `lost_s`.
-    """
-
-    initial_s: float = 0.1
-    limit_s: float = 30.0
-    starts_limit: int = 5
-    lost_s: float = 60.0
-
-    def wait_s(self, *, deaths: int, failed_starts: int) -> float:
-        """Seconds to wait after that many deaths, and that many failed starts, in a row."""
-        if failed_starts >= self.starts_limit:
-            return self.lost_s
-        return min(self.initial_s * 2.0 ** min(max(deaths - 1, 0), 60), self.limit_s)
-
-
-class DeviceProcess:
+class DeviceProcess(Standing):
     """A `Device` whose work is done by a process of its own.
 
     `on_restart(name, death)` is called for each death that is followed by another start.
@@ -51,47 +31,16 @@ class DeviceProcess:
         on_restart: Callable[[str, Death], None],
         backoff: Backoff | None = None,
     ) -> None:
+        super().__init__(settings.name, on_restart=on_restart, backoff=backoff)
         self._settings = settings
-        self._backoff = backoff or Backoff()
-        self._on_restart = on_restart
-        self._on_change: Callable[[], None] = lambda: None
-        self._state = DeviceState.STARTING
-        self._info: DeviceInfo | None = None
-        self._fault = ""
-        self._deaths = 0
-        self._failed_starts = 0
         self._life: Life | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._stopping = False
 
     @property
-    def name(self) -> str:
-        """Such as "cpu:0"."""
-        return self._settings.name
-
-    @property
-    def state(self) -> DeviceState:
-        """STARTING until its process is ready, and again after a death; LOST when it does not start."""
-        return self._state
-
-    @property
-    def info(self) -> DeviceInfo | None:
-        """What it can do; None until it was ready once."""
-        return self._info
-
-    @property
-    def fault(self) -> str:
-        """Why it takes no work, in words; "" when it does, or has only not started yet."""
-        return self._fault
-
-    @property
     def pid(self) -> int | None:
         """The process that runs now, if one does."""
         return None if self._life is None else self._life.pid
-
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` after every change of `state` or `fault`."""
-        self._on_change = on_change
 
     async def start(self) -> None:
         """Begin to start the process, and return before it is ready."""
@@ -156,7 +105,7 @@ class DeviceProcess:
                 # A cancellation that came during a burial waited for its end.
                 return
             self._on_restart(self.name, death)
-            await asyncio.sleep(self._backoff.wait_s(deaths=self._deaths, failed_starts=self._failed_starts))
+            await asyncio.sleep(self._wait_s)
 
     async def _live(self) -> Death:
         """One process from its start to its death; nothing of it is left when this returns or raises."""
@@ -188,12 +137,4 @@ class DeviceProcess:
         if self._stopping:
             return
         _log.warning("device %s: %s", self.name, words)
-        if self._failed_starts >= self._backoff.starts_limit:
-            self._become(DeviceState.LOST, f"it failed to start {self._failed_starts} times in a row: {words}")
-        else:
-            self._become(self._state, words)
-
-    def _become(self, state: DeviceState, fault: str) -> None:
-        if (state, fault) != (self._state, self._fault):
-            self._state, self._fault = state, fault
-            self._on_change()
+        self._fail(words, self._state)

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from dqkv import errors
 from dqkv.backend.base import DeviceInfo, DeviceState, Task
 from dqkv.backend.life import Death, settle
-from dqkv.backend.process import Backoff
+from dqkv.backend.standing import Backoff, Standing
 from dqkv.client.arrays import HostArray, host_tensor
 from dqkv.client.capabilities import Capabilities
 from dqkv.client.client import AsyncClient
@@ -78,7 +78,7 @@ class Post:
     start_timeout_s: float = START_TIMEOUT_S
 
 
-class WorkerDevice:
+class WorkerDevice(Standing):
     """A `Device` whose work is done by a worker's server.
 
     `on_restart(name, death)` is called for each time that a worker that served was lost.
@@ -92,44 +92,13 @@ class WorkerDevice:
         on_restart: Callable[[str, Death], None],
         backoff: Backoff | None = None,
     ) -> None:
+        super().__init__(post.name, on_restart=on_restart, backoff=backoff)
         self._post = post
         self._seat = seat
-        self._on_restart = on_restart
-        self._backoff = backoff or Backoff()
-        self._on_change: Callable[[], None] = lambda: None
-        self._state = DeviceState.STARTING
-        self._info: DeviceInfo | None = None
-        self._fault = ""
-        self._deaths = 0
-        self._failed_starts = 0
         self._client: AsyncClient | None = None
         self._blocks = ArrayBlocks()
         self._doubt = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        """Such as "ray:0"."""
-        return self._post.name
-
-    @property
-    def state(self) -> DeviceState:
-        """STARTING until the worker's device is ready, and again when it is lost; LOST when it does not come back."""
-        return self._state
-
-    @property
-    def info(self) -> DeviceInfo | None:
-        """What it can do; None until it was ready once."""
-        return self._info
-
-    @property
-    def fault(self) -> str:
-        """Why it takes no work, in words; "" when it does, or has only not started yet."""
-        return self._fault
-
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` after every change of `state` or `fault`."""
-        self._on_change = on_change
 
     async def start(self) -> None:
         """Begin to start the worker, and return before it is ready."""
@@ -208,7 +177,7 @@ class WorkerDevice:
                 # Ray's words end with what matters.
                 said = str(error).strip().splitlines() or [type(error).__name__]
                 self._mourn(said[-1])
-            await asyncio.sleep(self._backoff.wait_s(deaths=self._deaths, failed_starts=self._failed_starts))
+            await asyncio.sleep(self._wait_s)
 
     async def _attend(self) -> None:
         """Find the worker and look at it for as long as it answers. Raises what the engine or the worker said last."""
@@ -273,15 +242,7 @@ class WorkerDevice:
     def _mourn(self, words: str) -> None:
         self._failed_starts += 1
         _log.warning("device %s: %s", self.name, words)
-        if self._failed_starts >= self._backoff.starts_limit:
-            self._become(DeviceState.LOST, f"it failed to start {self._failed_starts} times in a row: {words}")
-        else:
-            self._become(DeviceState.STARTING, words)
-
-    def _become(self, state: DeviceState, fault: str) -> None:
-        if (state, fault) != (self._state, self._fault):
-            self._state, self._fault = state, fault
-            self._on_change()
+        self._fail(words, DeviceState.STARTING)
 
 
 async def _to_end(work: Callable[[], T]) -> T:
