@@ -34,6 +34,8 @@ HEADS = 32
 KERNEL_TARGET = 0.95
 """Least ratio where the backend calls the kernel that PyTorch calls."""
 ELSEWHERE_TARGET = 1.0
+PAUSE_S = 0.03
+"""Before each sample: PyTorch's idle threads spin for about 10 ms, on the cores that the next sample is to use."""
 
 Tensors = dict[str, torch.Tensor]
 Measure = Callable[[Problem[Any], Tensors, Tensors], str]
@@ -240,6 +242,7 @@ def measure(row: Row, pairs: int, ours: Measure) -> dict[str, Any]:
     }
     for pair in range(pairs):
         for side in sorted(sides, reverse=bool(pair % 2)):
+            time.sleep(PAUSE_S)
             began = time.perf_counter()
             sides[side]()
             times[side].append(time.perf_counter() - began)

@@ -64,7 +64,9 @@ def live_sequences(problem: Problem[object]) -> NDArray[np.bool_]:
 def chains(problem: Problem[object], live: NDArray[np.bool_]) -> Iterator[Chain]:
     """Every row and head of the live sequences (bool (batch_size,)) in exactly one place, made when asked for."""
     shape, window, rows = problem.shape, problem.options.window, problem.rows
+    # the longest first, so that what is left at the end is small and all threads are done at about the same time
     numbers = np.flatnonzero(live)
+    numbers = numbers[np.argsort(-rows.q_len[numbers] * rows.k_len[numbers], kind="stable")]
     units = shape.num_heads_q * len(numbers)
     band = lru_cache(maxsize=BANDS_KEPT)(lambda q_len, k_len: Band.of(q_len, k_len, window))
     for number in numbers.tolist():
@@ -113,14 +115,17 @@ def _rows(q_len: int, units: int) -> int:
 def _head_blocks(num_heads_q: int, group_size: int, count: int) -> Iterator[list[Heads]]:
     """For each chain the heads of its places: some whole groups in one place, or the parts of one group."""
     if group_size <= count:
-        step = count // group_size * group_size
+        # as many blocks as that takes, of about one size
+        groups = num_heads_q // group_size
+        step = -(-groups // -(-groups // (count // group_size))) * group_size
         for first in range(0, num_heads_q, step):
             stop = min(first + step, num_heads_q)
             yield [Heads(first=first, stop=stop, kv_first=first // group_size, kv_stop=stop // group_size)]
         return
+    step = -(-group_size // -(-group_size // count))
     for first in range(0, num_heads_q, group_size):
         kv = first // group_size
         yield [
-            Heads(first=part, stop=min(part + count, first + group_size), kv_first=kv, kv_stop=kv + 1)
-            for part in range(first, first + group_size, count)
+            Heads(first=part, stop=min(part + step, first + group_size), kv_first=kv, kv_stop=kv + 1)
+            for part in range(first, first + group_size, step)
         ]
