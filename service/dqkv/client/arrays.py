@@ -114,6 +114,11 @@ def as_torch(host: HostArray) -> torch.Tensor:
     return torch.from_numpy(host)
 
 
+def of_kind(dtype: Any, host: HostArray) -> Array:
+    """The same memory as the kind of array that a dtype is of: torch's for torch's, else numpy's."""
+    return as_torch(host) if str(dtype) in _TORCH_NAMES and not isinstance(dtype, str) else host
+
+
 def raw_view(host: HostArray) -> memoryview:
     """The memory of an array, strides kept, in a format that memoryview knows."""
     return host.view(np.uint16 if host.dtype.itemsize == 2 else np.uint32).data

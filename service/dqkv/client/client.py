@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar, Unpack
 
 from dqkv import errors
-from dqkv.client.arrays import Array, HostArray
+from dqkv.client.arrays import Array, HostArray, of_kind
 from dqkv.client.call import Call
 from dqkv.client.capabilities import Capabilities, Estimate, Health, estimate_of
 from dqkv.client.connection import CONTROL_TIMEOUT_S, Connection
 from dqkv.client.endpoint import Endpoint, Tls
 from dqkv.client.outputs import check_outputs
+from dqkv.client.pool import Pool
 from dqkv.client.regions import AsyncRegion, OpeningRegion, Region, RegionTable
 from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, choice, known_only, number, seconds
 from dqkv.client.retry import Retry
@@ -58,6 +59,7 @@ class AsyncClient:
         self._waiting: Waiting = self._wait_by()
         self._connection = Connection(Endpoint(address=address, tls=tls, token=token), self._waiting)
         self._regions = RegionTable(self._connection, self._waiting)
+        self._pool = Pool(self._regions)
         self._timeout_s = seconds("timeout_s", timeout_s)
         self._retry = Retry() if retry is None else retry
         self._inline_nbytes = inline_nbytes
@@ -91,8 +93,20 @@ class AsyncClient:
         """The gradients of a problem over numpy arrays, written into `outputs` by role where given; see `backward`."""
         outputs = outputs or {}
         check_outputs(problem, outputs)
+        outputs = {**outputs, **await self._pool.gradients(problem, outputs)}
         wait_s = self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
         deadline = time.monotonic() + wait_s
+        try:
+            return await self._submit(problem, outputs, deadline)
+        except (errors.RegionUnknown, errors.RegionLeaseExpired):
+            # Refused before anything ran. A region of the pool is nobody's to open again but ours.
+            if not await self._pool.forget_lost():
+                raise
+        return await self._submit(problem, outputs, deadline)
+
+    async def _submit(
+        self, problem: Problem[HostArray], outputs: Mapping[str, HostArray], deadline: float
+    ) -> Gradients[HostArray]:
         call = Call(problem, outputs, self._regions.find)
         try:
             return await self._retry.run(
@@ -134,6 +148,17 @@ class AsyncClient:
         QuotaRegions when there are too many.
         """
         return OpeningRegion(self._open_region(nbytes, kind, label, lease_s))
+
+    async def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An array of any content in memory that the server sees too: to compute into, and to send without a copy.
+
+        A torch dtype gives a torch tensor on the CPU; a numpy dtype or a name ("bf16", "fp16", "fp32") a numpy array.
+        The memory comes from a pool of memfd regions of this client, and goes back when nothing sees the array any
+        more: a training loop that allocates the same each step takes the same memory. Where q, k, v and dout lie in
+        it, gradients that were given no memory lie in it as well. Raises what `region` raises, DTypeMismatch,
+        ShapeMismatch, SizeOverflow.
+        """
+        return of_kind(dtype, await self._pool.allocate(shape, dtype))
 
     async def close(self) -> None:
         """Ends the regions and the connection; requests in flight are cancelled."""
@@ -228,6 +253,10 @@ class Client:
         """Shared memory of `nbytes` with a server on this machine; see AsyncClient.region."""
         opened = self._run(lambda: self._client._open_region(nbytes, kind, label, lease_s))
         return Region(opened.segment, label, lambda: None if self._closed else self._run(opened.close))
+
+    def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
+        """An array in memory that the server sees too, from this client's pool; see AsyncClient.allocate."""
+        return self._run(lambda: self._client.allocate(shape, dtype))
 
     def close(self) -> None:
         """Ends the regions and the connection; requests on other threads are cancelled. Twice is once."""

@@ -215,6 +215,18 @@ class RegionTable:
         except (errors.RegionUnknown, errors.RegionLeaseExpired):
             return
 
+    async def forget_lost(self, handles: Collection[bytes]) -> frozenset[bytes]:
+        """Takes those of the regions that the server no longer knows off the table, and returns them."""
+        answer = await self._call(self._connection.regions.ListRegions, pb.ListRegionsRequest())
+        known = {region.handle for region in answer.regions}
+        with self._changing:
+            lost = frozenset(handles) - known
+            if lost:
+                # It is another server than the one that said where its region socket is.
+                self._connection.forget()
+            self._open = tuple(item for item in self._open if item.handle not in lost)
+        return lost
+
     async def until_unused(self, handles: Collection[bytes]) -> None:
         """Waits until no request uses these regions any more, or the server cannot be asked; SETTLE_S at most."""
         deadline = time.monotonic() + SETTLE_S

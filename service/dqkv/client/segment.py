@@ -117,9 +117,13 @@ class Segment:
         """A torch tensor on the CPU over the segment's memory; see `tensor`."""
         return as_torch(self.tensor(shape, dtype, byte_offset=byte_offset, strides=strides))
 
+    def memory(self, byte_offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Some of the segment's bytes."""
+        return np.frombuffer(self._map, np.uint8, nbytes, byte_offset)
+
     def head(self, count: int) -> NDArray[np.uint8]:
         """The segment's first bytes."""
-        return np.frombuffer(self._map, np.uint8, count)
+        return self.memory(0, count)
 
     def find(self, array: HostArray, handle: bytes) -> Tensor[InRegion] | None:
         """Where in the region an array of this process lies, with its own strides; None when a byte lies outside.
