@@ -231,8 +231,12 @@ class Scheduler:
                 except errors.DeviceLost:
                     return
                 except (errors.DqkvError, OSError) as error:
-                    lane.defect = f"its small runs failed: {error}"
-                    _log.exception("device %s: its small runs failed", device.name)
+                    building = isinstance(error, errors.KernelBuilding)
+                    defect = f"its small runs {'wait' if building else 'failed'}: {error}"
+                    if defect != lane.defect:
+                        # Once: the next tries come every few seconds, and mostly end the same way.
+                        _log.log(logging.INFO if building else logging.ERROR, "device %s: %s", device.name, defect)
+                    lane.defect = defect
                     lane.decided.set()
                     await asyncio.sleep(MEASURE_AGAIN_S)
                     continue
