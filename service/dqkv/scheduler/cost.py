@@ -213,10 +213,10 @@ class CostModel:
             self._launch_s *= correction
 
     def _rate(self, key: _RateKey) -> float:
-        if not self._rates:
-            return DEFAULT_RATE
-        nearest = min(self._rates, key=key.distance)
-        return self._rates[nearest]
+        rate = self._rates.get(key)
+        if rate is None and self._rates:
+            rate = self._rates[min(self._rates, key=key.distance)]
+        return DEFAULT_RATE if rate is None else rate
 
 
 def _key(arch: Arch, work: Work) -> _RateKey:
