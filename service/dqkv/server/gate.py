@@ -53,6 +53,8 @@ class Visit:
     request_id: str = ""
     arch: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    cut_off_by: errors.DqkvError | None = None
+    """Why the call was ended where its caller cannot be told any more; None is that the caller went away."""
 
 
 class Gate:
@@ -79,7 +81,7 @@ class Gate:
             error = known
             raise Refusal(known) from None
         except GeneratorExit:
-            error = errors.Cancelled("the caller went away")
+            error = visit.cut_off_by or errors.Cancelled("the caller went away")
             raise
         except Exception as unexpected:
             visit.request_id = visit.request_id or uuid.uuid4().hex
