@@ -68,7 +68,8 @@ class OnDemandArtifacts(Artifacts):
         if building:
             names = ", ".join(key.name for key in building)
             raise KernelBuilding(
-                f"kernels that this problem needs are being built ({names}): send it again in a few seconds",
+                f"kernels that this problem needs are being built, {len(building)} of them ({names}): "
+                "it can be sent again in a few seconds",
                 retry_after_s=RETRY_AFTER_S,
             )
         return super().load_all(keys)

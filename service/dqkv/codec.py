@@ -26,6 +26,7 @@ SEQUENCES_LIMIT = 1 << 20
 """Of one request: whoever reads more integers than these one by one does nothing else for a while."""
 
 _DTYPES = {pb.DATA_TYPE_BF16: DType.BF16, pb.DATA_TYPE_FP16: DType.FP16, pb.DATA_TYPE_FP32: DType.FP32}
+_GRAD_DTYPES = {pb.DATA_TYPE_UNSPECIFIED: None, **_DTYPES}
 _DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 _ARCHS = {
     pb.ARCH_UNSPECIFIED: Arch.AUTO,
@@ -47,9 +48,19 @@ _ROLE_NUMBERS: dict[str, pb.TensorRole] = {role: number for number, role in _ROL
 # ---- problems
 def encode_problem(problem: Problem[Location], outputs: Mapping[str, Tensor[InRegion]] | None = None) -> pb.Problem:
     """A problem as a message; `outputs` are the gradients, by role, that the server writes into regions."""
+    message = encode_outline(problem)
+    for item, tensor in zip(message.tensors, problem.tensors.values(), strict=True):
+        _add_source(item, tensor)
+    for role, tensor in (outputs or {}).items():
+        message.outputs.append(pb.Output(role=_ROLE_NUMBERS[role], region=_encode_slice(tensor, tensor.data)))
+    return message
+
+
+def encode_outline(problem: Problem[Any]) -> pb.Problem:
+    """A problem as a message that does not say where its bytes are, which an estimate does not need."""
     options = problem.options
-    message = pb.Problem(
-        tensors=[encode_tensor(role, tensor) for role, tensor in problem.tensors.items()],
+    return pb.Problem(
+        tensors=[_encode_sizes(role, tensor) for role, tensor in problem.tensors.items()],
         queries=_encode_lengths(problem.queries),
         keys=_encode_lengths(problem.keys),
         options=pb.Options(
@@ -66,9 +77,6 @@ def encode_problem(problem: Problem[Location], outputs: Mapping[str, Tensor[InRe
             lse_scope=_SCOPE_NUMBERS[options.lse_scope],
         ),
     )
-    for role, tensor in (outputs or {}).items():
-        message.outputs.append(pb.Output(role=_ROLE_NUMBERS[role], region=_encode_slice(tensor, tensor.data)))
-    return message
 
 
 def decode_problem(message: pb.Problem, *, need_bytes: bool = True) -> Problem[Location]:
@@ -122,14 +130,8 @@ def decode_outputs(message: pb.Problem, problem: Problem[Any]) -> dict[str, Tens
 # ---- tensors
 def encode_tensor(role: str, tensor: Tensor[Location]) -> pb.Tensor:
     """One tensor as a message, with its bytes where they are inline."""
-    message = pb.Tensor(role=_ROLE_NUMBERS[role], dtype=_DTYPE_NUMBERS[tensor.dtype], shape=tensor.shape)
-    match tensor.data:
-        case Inline(view):
-            message.data = bytes(view)
-        case InStream():
-            message.stream.SetInParent()
-        case InRegion() as where:
-            message.region.CopyFrom(_encode_slice(tensor, where))
+    message = _encode_sizes(role, tensor)
+    _add_source(message, tensor)
     return message
 
 
@@ -151,6 +153,20 @@ def inline_checksum(tensors: Iterable[Tensor[Location]]) -> int:
         if isinstance(tensor.data, Inline):
             digest.update(tensor.data.view)
     return digest.intdigest()
+
+
+def _encode_sizes(role: str, tensor: Tensor[Any]) -> pb.Tensor:
+    return pb.Tensor(role=_ROLE_NUMBERS[role], dtype=_DTYPE_NUMBERS[tensor.dtype], shape=tensor.shape)
+
+
+def _add_source(message: pb.Tensor, tensor: Tensor[Location]) -> None:
+    match tensor.data:
+        case Inline(view):
+            message.data = bytes(view)
+        case InStream():
+            message.stream.SetInParent()
+        case InRegion() as where:
+            message.region.CopyFrom(_encode_slice(tensor, where))
 
 
 def _decode_tensor(role: str, message: pb.Tensor, need_bytes: bool) -> Tensor[Location]:
@@ -225,7 +241,7 @@ def _decode_lengths(side: str, message: pb.Lengths) -> Lengths:
 
 def _decode_options(message: pb.Options) -> Options:
     for name, number, known in (
-        ("grad_dtype", message.grad_dtype, {pb.DATA_TYPE_UNSPECIFIED, *_DTYPES}),
+        ("grad_dtype", message.grad_dtype, _GRAD_DTYPES),
         ("arch", message.arch, _ARCHS),
         ("lse_scope", message.lse_scope, _SCOPES),
     ):
@@ -242,7 +258,7 @@ def _decode_options(message: pb.Options) -> Options:
         ),
         softcap=message.softcap,
         deterministic=message.deterministic,
-        grad_dtype=_DTYPES.get(message.grad_dtype),
+        grad_dtype=_GRAD_DTYPES[message.grad_dtype],
         arch=_ARCHS[message.arch],
         lse_scope=_SCOPES[message.lse_scope],
     )

@@ -402,12 +402,10 @@ def _check_shapes(problem: Problem[Any]) -> None:
 def _check_lengths(problem: Problem[Any], side: str, lengths: Lengths) -> None:
     shape = problem.shape
     rows, seqlen = (shape.rows_q, shape.seqlen_q) if side == "q" else (shape.rows_k, shape.seqlen_k)
-    allocated = np.full(shape.batch_size, seqlen, dtype=np.int64)
     if lengths.cu_seqlens is not None:
         _check_offsets(f"cu_seqlens_{side}", lengths.cu_seqlens, rows)
-        offsets = np.asarray(lengths.cu_seqlens, dtype=np.int64)
-        allocated = offsets[1:] - offsets[:-1]
     if lengths.seqused is not None:
+        _, allocated = _starts_and_lengths(replace(lengths, seqused=None), shape.batch_size, seqlen)
         _check_seqused(f"seqused_{side}", lengths.seqused, allocated)
     if lengths.max_seqlen is not None and lengths.max_seqlen > ROWS_LIMIT:
         raise errors.OptionInvalid(

@@ -256,7 +256,14 @@ def test_a_client_that_does_not_read_its_answer_loses_the_stream() -> None:
             call = stream(channel, frames_of(one), timeout_s=120)
             eventually(lambda: server.metric("dqkv_stream_aborts_total", cause="idle") == 1)
             eventually(lambda: server.metric("dqkv_staging_pool_bytes", state="used") == 0)
-            call.cancel()
+            eventually(lambda: server.metric("dqkv_requests_total", rpc="BackwardStream", reason="STREAM_IDLE") == 1)
+            with failing() as found:
+                list(call)
+            assert found[0].code is grpc.StatusCode.CANCELLED
+        assert server.stop() == 0
+        (said,) = (event for event in server.events if event.get("reason") == "STREAM_IDLE")
+        assert (said["code"], said["level"]) == ("CANCELLED", "info")
+        assert "0.6 s" in said["message"]
 
 
 def test_nothing_is_read_before_admission() -> None:

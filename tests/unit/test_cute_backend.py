@@ -229,8 +229,8 @@ def test_a_request_goes_where_it_can_run_or_is_refused(
         with pytest.raises(errors.ArchUnavailable, match=where):
             place(lanes, work, asked, "somebody")
     else:
-        lane, arch = place(lanes, work, asked, "somebody")
-        assert (lane.device.name, arch) == where
+        lane, estimate = place(lanes, work, asked, "somebody")
+        assert (lane.device.name, estimate.arch) == (estimate.device, estimate.arch) == where
 
 
 # ---- its start

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from dqkv import errors
-from dqkv.server.identity import RIGHTS, Call, Doorkeeper
+from dqkv.server.identity import RIGHTS, Call, Doorkeeper, Identity
 from dqkv.settings import Right, Token
 from dqkv.v1 import gradient_pb2 as pb
 
@@ -96,6 +96,19 @@ def test_no_part_of_a_unix_users_session_can_be_changed() -> None:
         forged = session[:at] + bytes([session[at] ^ 1]) + session[at + 1 :]
         assert keeper.identify(call(session=forged.hex())).uid is None
     assert door().identify(call(session=session.hex())).uid is None, "another server gave it"
+
+
+@pytest.mark.parametrize("uid", [0, 1, 1000, 2**31, 2**32 - 2])
+def test_a_session_says_whichever_unix_user_it_was_made_for(uid: int) -> None:
+    keeper = door()
+    session = keeper.session(Identity(name=f"uid:{uid}", rights=frozenset(), uid=uid))
+    assert keeper.identify(call(session=session)).uid == uid
+
+
+def test_a_session_whose_first_bytes_could_be_a_user_is_nobodys_without_the_servers_word() -> None:
+    found = door().identify(call(session="00" * 32))
+    assert found.uid is None
+    assert found.name.startswith("session:")
 
 
 def test_the_region_sockets_session_proves_a_unix_user() -> None:

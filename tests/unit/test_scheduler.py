@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -33,6 +34,7 @@ LONG = Sizes(seqlen=1 << 18, num_heads=1, head_dim=8)
 """Minutes of work for a real device: never waited for."""
 SECOND = Sizes(seqlen=100, num_heads=100, head_dim=8)
 """What the told device needs about a second for: 2 * 100 * 100 * 100 pairs * 40, and the statistics."""
+LOGGER = "dqkv.scheduler.queue"
 LAUNCH_S, RATE = 0.001, 9.6e7
 
 Seen = list[tuple[Estimate, Report]]
@@ -52,6 +54,7 @@ class ToldDevice:
         self.started: list[Problem[InBlock]] = []
         self.current: asyncio.Future[None] | None = None
         self.broken: errors.DqkvError | None = None
+        self.refused = 0
         self._known = DeviceInfo(name=name, archs=(arch,), dtypes=tuple(dtypes))
         self._held = False
         self._on_change: Callable[[], None] = lambda: None
@@ -72,6 +75,7 @@ class ToldDevice:
         assert self.state is DeviceState.OK
         assert self.current is None, "one task at a time"
         if self.broken is not None:
+            self.refused += 1
             raise self.broken
         seconds = LAUNCH_S + Work.of(task.problem).flops / RATE
         if self._held:
@@ -526,7 +530,7 @@ async def test_the_queue_of_a_lost_device_fails_where_no_other_can_take_it() -> 
         assert (await again).kernel == "told"
 
 
-async def test_a_device_whose_small_runs_fail_is_not_ok_and_says_why() -> None:
+async def test_a_device_whose_small_runs_fail_is_not_ok_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     device = ToldDevice()
     device.broken = errors.InternalFault("told:0 failed on this request: RuntimeError")
     scheduler = scheduler_of([device])
@@ -534,8 +538,34 @@ async def test_a_device_whose_small_runs_fail_is_not_ok_and_says_why() -> None:
     status = scheduler.statuses()[0]
     assert status.state is DeviceState.LOST
     assert "small runs failed" in status.fault
+    assert [record.levelname for record in caplog.records if record.name == LOGGER] == ["ERROR"]
     with pytest.raises(errors.DeviceLost, match="small runs failed"):
         scheduler.estimate(describe(SECOND))
+    await scheduler.stop()
+
+
+async def test_a_device_whose_kernels_are_being_built_says_which_once_and_in_words(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{LOGGER}.MEASURE_AGAIN_S", 0.0)
+    caplog.set_level(logging.INFO, logger=LOGGER)
+    device = ToldDevice()
+    device.broken = errors.KernelBuilding("kernels are being built, 2 of them (main_loop-a, preprocess-a)")
+    scheduler = scheduler_of([device])
+    await scheduler.start()
+    faults = []
+    for names in ("main_loop-a, preprocess-a", "main_loop-b, main_loop-c"):
+        device.broken = errors.KernelBuilding(f"kernels are being built, 2 of them ({names})")
+        seen = device.refused
+        await until(lambda seen=seen: device.refused > seen + 3)
+        assert scheduler.statuses()[0].state is DeviceState.LOST
+        faults.append(scheduler.statuses()[0].fault)
+        assert faults[-1] == f"its small runs wait: {device.broken.message}"
+    device.broken = None
+    await until(lambda: scheduler.statuses()[0].state is DeviceState.OK)
+    assert scheduler.statuses()[0].fault == ""
+    said = [(record.levelname, record.getMessage(), record.exc_info) for record in caplog.records]
+    assert said == [("INFO", f"device told:0: {fault}", None) for fault in faults]
     await scheduler.stop()
 
 

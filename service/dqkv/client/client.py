@@ -20,9 +20,8 @@ from dqkv.client.request import BACKWARD_ARGUMENTS, Given, Request, choice, know
 from dqkv.client.retry import Retry
 from dqkv.client.segment import Kind
 from dqkv.client.waiting import OnLoop, OnThread, Waiting, finish
-from dqkv.codec import encode_problem
+from dqkv.codec import encode_outline
 from dqkv.problem import Gradients, Problem
-from dqkv.tensor import Tensor
 from dqkv.v1 import gradient_pb2 as pb
 
 TIMEOUT_S = 300.0
@@ -125,8 +124,7 @@ class AsyncClient:
 
     async def estimate(self, problem: Problem[Any]) -> Estimate:
         """What the problem would cost here and now; its tensors need no bytes. Raises what `backward` raises."""
-        bare: dict[str, Tensor[Any]] = {role: tensor.with_data(None) for role, tensor in problem.tensors.items()}
-        request = pb.EstimateRequest(problem=encode_problem(problem.with_tensors(bare)))
+        request = pb.EstimateRequest(problem=encode_outline(problem))
         return estimate_of(await self._ask(self._connection.gradients.Estimate, request))
 
     async def capabilities(self) -> Capabilities:

@@ -34,8 +34,10 @@ class Probe:
 LAUNCH = Probe(seqlen=8, num_heads=1)
 """Next to no work: what is left is the cost of a task."""
 
-SEQUENCES = Probe(batch_size=128, seqlen=1, num_heads=1)
-"""Next to no work in many pieces: what is left is the cost of a sequence."""
+SEQUENCES = Probe(batch_size=1024, seqlen=1, num_heads=1)
+"""Next to no work in many pieces: what is left is the cost of a sequence. With fewer it would be that of the jobs, of
+which a CPU makes as many.
+"""
 
 RATES = (
     # About 1e9 operations: tens of milliseconds on one core, enough to drown the cost of a task.

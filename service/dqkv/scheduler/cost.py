@@ -17,8 +17,11 @@ from dqkv.tensor import DType
 HEAD_DIM_BUCKETS = (64, 128, 256)
 """The tile shapes of the kernels change at these widths, and with them the rate."""
 
-HEADS_A_SEQUENCE = 80
-"""So many heads of a short sequence cost as much as the sequence itself: on a CPU core 3 us each, and 240 us."""
+HEADS_A_SEQUENCE = 2
+"""So many heads of a short sequence cost as much as the sequence itself: on a CPU core 1 us each, and 2 us.
+
+That is in a job of many; a sequence in a job of its own costs hundreds more, which its operations mostly outweigh.
+"""
 
 DEFAULT_LAUNCH_S = 1e-3
 DEFAULT_RATE = 1e10
@@ -213,10 +216,10 @@ class CostModel:
             self._launch_s *= correction
 
     def _rate(self, key: _RateKey) -> float:
-        if not self._rates:
-            return DEFAULT_RATE
-        nearest = min(self._rates, key=key.distance)
-        return self._rates[nearest]
+        rate = self._rates.get(key)
+        if rate is None and self._rates:
+            rate = self._rates[min(self._rates, key=key.distance)]
+        return DEFAULT_RATE if rate is None else rate
 
 
 def _key(arch: Arch, work: Work) -> _RateKey:

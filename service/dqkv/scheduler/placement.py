@@ -13,8 +13,8 @@ from dqkv.scheduler.lane import Lane
 from dqkv.tensor import DType
 
 
-def place(lanes: Sequence[Lane], work: Work, wanted: Arch, owner: str) -> tuple[Lane, Arch]:
-    """The device that is predicted to be done first among those that are OK, or else among those that start.
+def place(lanes: Sequence[Lane], work: Work, wanted: Arch, owner: str) -> tuple[Lane, Estimate]:
+    """The device that is predicted to be done first among those that are OK, or else among those that start; and when.
 
     Raises ArchUnavailable when no device runs the arch and dtype, DeviceLost while all that could are down.
     """
@@ -22,9 +22,9 @@ def place(lanes: Sequence[Lane], work: Work, wanted: Arch, owner: str) -> tuple[
     if not able:
         _refuse(lanes, wanted, work.dtype)
     for state in (DeviceState.OK, DeviceState.STARTING):
-        there = [(lane, arch) for lane, arch in able if lane.state is state]
+        there = [(lane, lane.estimate(work, arch, owner)) for lane, arch in able if lane.state is state]
         if there:
-            return min(there, key=lambda entry: finish_s(entry[0].estimate(work, entry[1], owner)))
+            return min(there, key=lambda entry: finish_s(entry[1]))
     raise errors.DeviceLost(f"no device that could run this works: {_faults(lane for lane, _ in able)}")
 
 

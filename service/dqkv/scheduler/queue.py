@@ -114,8 +114,7 @@ class Scheduler:
         Raises ArchUnavailable, and DeviceLost while every device that could run it is down.
         """
         work = Work.of(problem)
-        lane, arch = place(self._lanes, work, problem.options.arch, owner)
-        return lane.estimate(work, arch, owner)
+        return place(self._lanes, work, problem.options.arch, owner)[1]
 
     def admit(self, problem: Problem[Any], *, owner: str, deadline: float | None) -> Admission:
         """Take a request on: its seconds are held for it until the admission is left.
@@ -127,14 +126,18 @@ class Scheduler:
         if self._draining:
             raise errors.Draining("this server is shutting down and takes no new requests; another one can")
         work = Work.of(problem)
-        lane, arch = place(self._lanes, work, problem.options.arch, owner)
+        lane, estimate = place(self._lanes, work, problem.options.arch, owner)
         self._check_size(work)
         self._check_backlog(lane, owner)
-        estimate = lane.estimate(work, arch, owner)
         if deadline is not None:
             _check_deadline(estimate, deadline)
         ticket = Ticket(
-            owner=owner, work=work, wanted=problem.options.arch, lane=lane, arch=arch, seconds=estimate.device_s
+            owner=owner,
+            work=work,
+            wanted=problem.options.arch,
+            lane=lane,
+            arch=estimate.arch,
+            seconds=estimate.device_s,
         )
         lane.receive(ticket)
         return Admission(self, ticket, estimate, deadline)
@@ -173,8 +176,8 @@ class Scheduler:
     def _move(self, ticket: Ticket) -> None:
         """Bind a ticket to the best device there is now. Raises DeviceLost."""
         ticket.lane.leave(ticket)
-        ticket.lane, ticket.arch = place(self._lanes, ticket.work, ticket.wanted, ticket.owner)
-        ticket.seconds = ticket.lane.cost.predict(ticket.arch, ticket.work)
+        ticket.lane, estimate = place(self._lanes, ticket.work, ticket.wanted, ticket.owner)
+        ticket.arch, ticket.seconds = estimate.arch, estimate.device_s
 
     # ---- limits
     def _check_size(self, work: Work) -> None:
@@ -231,8 +234,12 @@ class Scheduler:
                 except errors.DeviceLost:
                     return
                 except (errors.DqkvError, OSError) as error:
-                    lane.defect = f"its small runs failed: {error}"
-                    _log.exception("device %s: its small runs failed", device.name)
+                    building = isinstance(error, errors.KernelBuilding)
+                    defect = f"its small runs {'wait' if building else 'failed'}: {error}"
+                    if defect != lane.defect:
+                        # Once: the next tries come every few seconds, and mostly end the same way.
+                        _log.log(logging.INFO if building else logging.ERROR, "device %s: %s", device.name, defect)
+                    lane.defect = defect
                     lane.decided.set()
                     await asyncio.sleep(MEASURE_AGAIN_S)
                     continue

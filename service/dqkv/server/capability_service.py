@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
 
 from dqkv import codec
 from dqkv.backend.base import DeviceState
+from dqkv.scheduler.lane import DeviceStatus
 from dqkv.scheduler.queue import Scheduler
 from dqkv.server.gate import Gate, Method, Visit, unary
 from dqkv.server.identity import Doorkeeper
@@ -42,6 +43,8 @@ class CapabilityServicer:
         self._door = door
         self._scheduler = scheduler
         self._facts = facts
+        self._devices: list[DeviceStatus] = []
+        self._answer: pb.GetCapabilitiesResponse | None = None
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's methods for an asyncio server."""
@@ -51,6 +54,15 @@ class CapabilityServicer:
 
     async def get_capabilities(self, _: pb.GetCapabilitiesRequest, visit: Visit) -> pb.GetCapabilitiesResponse:
         """Devices, limits, ports and the caller's session."""
+        devices = self._scheduler.statuses()
+        if self._answer is None or devices != self._devices:
+            # Of all that is the same for every caller, only devices change; those of an idle server do not.
+            self._answer, self._devices = self._describe(devices), devices
+        answer = pb.GetCapabilitiesResponse(session=self._door.session(visit.caller))
+        answer.MergeFrom(self._answer)
+        return answer
+
+    def _describe(self, devices: Iterable[DeviceStatus]) -> pb.GetCapabilitiesResponse:
         return pb.GetCapabilitiesResponse(
             version=self._facts.version,
             devices=[
@@ -61,11 +73,10 @@ class CapabilityServicer:
                     dtypes=[codec.encode_dtype(dtype) for dtype in status.info.dtypes] if status.info else (),
                     queue_s=status.queue_s,
                 )
-                for status in self._scheduler.statuses()
+                for status in devices
             ],
             limits=self._facts.limits,
             stream_port=self._facts.stream_port,
             region_socket=self._facts.region_socket,
-            session=self._door.session(visit.caller),
             notes=self._facts.notes(),
         )

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from dqkv import codec, errors
 from dqkv.metrics import Metrics, Served
-from dqkv.server.identity import Call, Doorkeeper, Identity
+from dqkv.server.identity import Call, Doorkeeper, Identity, passing
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -53,6 +53,8 @@ class Visit:
     request_id: str = ""
     arch: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    cut_off_by: errors.DqkvError | None = None
+    """Why the call was ended where its caller cannot be told any more; None is that the caller went away."""
 
 
 class Gate:
@@ -69,16 +71,17 @@ class Gate:
         """One call of `method`; raises a Refusal for whatever goes wrong in the block, counted and logged."""
         began = time.monotonic()
         self._metrics.rpc_started(method.kind, method.service, method.name)
-        visit = Visit(caller=_unknown(context), deadline=self._deadline(context, began))
+        call = call_of(method.path, context)
+        visit = Visit(caller=passing(call.peer), deadline=self._deadline(context, began))
         error: errors.DqkvError | None = None
         try:
-            visit.caller = self._door.authorize(call_of(method.path, context))
+            visit.caller = self._door.authorize(call)
             yield visit
         except errors.DqkvError as known:
             error = known
             raise Refusal(known) from None
         except GeneratorExit:
-            error = errors.Cancelled("the caller went away")
+            error = visit.cut_off_by or errors.Cancelled("the caller went away")
             raise
         except Exception as unexpected:
             visit.request_id = visit.request_id or uuid.uuid4().hex
@@ -134,10 +137,6 @@ class Refusal(Exception):
         super().__init__(error.message)
         self.error = error
         self.status: status_pb2.Status = codec.encode_error(error)
-
-
-def _unknown(context: Any) -> Identity:
-    return Identity(name=f"peer:{context.peer()}", rights=frozenset(), lasting=False)
 
 
 def call_of(path: str, context: Any) -> Call:

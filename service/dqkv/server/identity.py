@@ -15,6 +15,8 @@ from dqkv.wire import SECRET_NBYTES, SESSION_HEADER
 
 SESSION_NBYTES = 32
 _UID_NBYTES = 8
+_UIDS = 1 << 32
+"""Unix users have numbers below this; of random sessions one in 2**32 begins with such a number."""
 
 _GRADIENT = "/dqkv.v1.AttentionGradientService/"
 _REGION = "/dqkv.v1.RegionService/"
@@ -125,13 +127,13 @@ class Doorkeeper:
             # Who knows the secret is the caller. The name is logged, and must not give the secret away.
             name = f"session:{hashlib.sha256(session).hexdigest()[:32]}"
             return Identity(name=name, rights=rights, session=session.hex())
-        return _passing(call.peer, rights)
+        return passing(call.peer, rights)
 
     def authorize(self, call: Call) -> Identity:
         """The caller, if it may call the method. Raises Unauthenticated or RightMissing."""
         right = RIGHTS.get(call.method, Right.ADMIN)
         if right is None:
-            return _passing(call.peer)
+            return passing(call.peer)
         identity = self.identify(call)
         identity.require(right)
         return identity
@@ -168,15 +170,19 @@ class Doorkeeper:
         if not session:
             return None
         payload = session[:_UID_NBYTES]
-        if len(session) == SESSION_NBYTES and hmac.compare_digest(self._mac(payload), session[_UID_NBYTES:]):
-            return int.from_bytes(payload, "big")
+        uid = int.from_bytes(payload, "big")
+        # Most sessions are random, and name a user that there cannot be: their code is not computed.
+        may_be_user = len(session) == SESSION_NBYTES and uid < _UIDS
+        if may_be_user and hmac.compare_digest(self._mac(payload), session[_UID_NBYTES:]):
+            return uid
         return self._uid_of_session(session)
 
     def _mac(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, "sha256")[: SESSION_NBYTES - _UID_NBYTES]
 
 
-def _passing(peer: str, rights: frozenset[Right] = frozenset()) -> Identity:
+def passing(peer: str, rights: frozenset[Right] = frozenset()) -> Identity:
+    """A caller of whom only the address is known."""
     return Identity(name=f"peer:{peer}", rights=rights, lasting=False)
 
 

@@ -40,11 +40,11 @@ def configure(*, level: str, form: str) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.configure(
         processors=[
-            structlog.stdlib.filter_by_level,
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
-        wrapper_class=structlog.stdlib.BoundLogger,
+        # What is below the level ends here; a processor would drop it later, at some cost to every control call.
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )

@@ -95,7 +95,8 @@ class StreamServicer:
                         self._metrics.stream_aborted(_ABORTS[type(error)])
                     raise
                 except GeneratorExit:
-                    self._metrics.stream_aborted("idle" if watch.rang else "cancel")
+                    visit.cut_off_by = gone = stream.gone()
+                    self._metrics.stream_aborted(_ABORTS[type(gone)])
                     raise
                 return
         except Refusal as refusal:
@@ -170,13 +171,14 @@ class _Stream:
     def give_up(self) -> None:
         """Ends the call because the client keeps it waiting; from any thread.
 
-        While frames are read the client is told why. While it does not take its answer nothing reaches it.
+        While frames are read the client is told why. Where it does not take its answer, what would tell it why waits
+        behind the answer: gRPC then ends the call with CANCELLED alone.
         """
         read = self._read
         if read is None:
             self._context.cancel()
         else:
-            _settle(read, error=self._gone())
+            _settle(read, error=self.gone())
 
     def reading(self, work: Callable[[], T]) -> T:
         """Does work that reads frames, on a thread of its own: gRPC lets nobody end such a wait but the call's end.
@@ -200,10 +202,10 @@ class _Stream:
             except grpc.RpcError as error:
                 # gRPC keeps its error for as long as the call, and the error its frames with all memory they see.
                 error.__traceback__ = None
-                raise self._gone() from None
+                raise self.gone() from None
         if self.watch.rang:
             # What comes now is too late: the memory that it would go to may be another call's.
-            raise self._gone()
+            raise self.gone()
         if isinstance(frame, _Garbage):
             raise errors.MessageInvalid("a frame is no BackwardStreamRequest", field="frame")
         return frame
@@ -219,7 +221,7 @@ class _Stream:
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            raise self._gone() from None
+            raise self.gone() from None
         finally:
             # A future knows its error, which knows this frame and all memory that it sees.
             self._work = None
@@ -230,18 +232,19 @@ class _Stream:
         with self.watch.waiting():
             yield frame
 
-    def _end(self) -> None:
-        self._over, work = True, self._work
-        if work is not None:
-            work.cancel()
-
-    def _gone(self) -> errors.DqkvError:
+    def gone(self) -> errors.DqkvError:
+        """Why the call is over before its end: StreamIdle or Cancelled."""
         if self.watch.rang:
             return errors.StreamIdle(
                 f"no frame went through for {self.watch.limit_s:g} s, the limit (the server's DQKV_STREAM_IDLE_S)",
                 field="frame",
             )
         return errors.Cancelled("the caller went away")
+
+    def _end(self) -> None:
+        self._over, work = True, self._work
+        if work is not None:
+            work.cancel()
 
 
 def _run(outcome: concurrent.futures.Future[T], work: Callable[[], T]) -> None:
