@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -182,10 +184,9 @@ class Life:
 
     def _kill(self) -> None:
         if self._process.returncode is None:
-            try:
-                self._process.kill()
-            except ProcessLookupError:
-                return
+            # Not its own kill(): that may take the exit status before asyncio's watcher, which then has none to tell.
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
 
 async def settle(future: asyncio.Future[Any], *, timeout_s: float | None = None) -> bool:
